@@ -1,0 +1,272 @@
+"""The configuration: one frozen dataclass per component, each handed over whole to the part it configures.
+
+A field's docstring is its help text. Loading, checking and freezing are in `config_io.py`; nothing here reads a file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Identity and length of the run."""
+
+    name: str = "run"
+    """Directory name under `runs_dir`."""
+    runs_dir: str = "runs"
+    """Where run directories are made; on a cluster a shared file system."""
+    seed: int = 0
+    """Seeds prompts, sampling and nothing else: the initial weights come from `model.path`."""
+    steps: int = 40
+    """Optimizer steps to take."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The weights the run starts from."""
+
+    path: str
+    """Hugging Face model directory (config.json, safetensors, tokenizer); llama and qwen3 (dense) families."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScorerConfig:
+    """How an answer is judged."""
+
+    name: str = "last_number"
+    """`exact`, `last_number`, `regex`, or your own function as `module:function`, called with (completion_text, target)."""
+    regex: str | None = None
+    """With `regex`: the pattern whose first group (or whole match) must equal the answer."""
+    timeout_s: float = 5.0
+    """Seconds one episode's scoring may take before it is marked as an error."""
+    max_errors: int = 64
+    """Episodes that may fail to score, over the whole attempt, before the run fails."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskConfig:
+    """Where prompts come from."""
+
+    name: Literal["addition", "sum_digits", "jsonl"] = "addition"
+    """Built-in task, or `jsonl` for your own rows of `prompt` and `answer`."""
+    path: str | None = None
+    """With `jsonl`: the training rows."""
+    eval_path: str | None = None
+    """With `jsonl`: held-out rows; without it there is no evaluation."""
+    chat_template: bool = False
+    """Render a text prompt as one user message through the tokenizer's chat template (chat rows always are)."""
+    scorer: ScorerConfig = field(default_factory=ScorerConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """Greedy evaluation on held-out prompts."""
+
+    n_prompts: int = 128
+    """Held-out prompts per evaluation; 0 turns evaluation off."""
+    every_steps: int = 0
+    """Also evaluate every N steps; 0: before and after training only."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlgorithmConfig:
+    """GRPO: how groups become a loss."""
+
+    groups_per_step: int = 8
+    """Prompts (groups) in one optimizer step."""
+    group_size: int = 8
+    """Episodes per prompt."""
+    advantage: Literal["std", "mean"] = "std"
+    """`std`: (reward - mean) / (std + 1e-6) in the group; `mean`: reward - mean."""
+    clip_low: float = 0.2
+    """The importance ratio is clipped below at 1 - clip_low."""
+    clip_high: float = 0.28
+    """The importance ratio is clipped above at 1 + clip_high."""
+    max_staleness: int = 0
+    """Steps an episode's oldest token may lag behind the policy that trains on it; 0 is strictly on-policy."""
+    order: Literal["strict", "ready"] = "strict"
+    """Train on groups by group id (`strict`) or as they become ready (`ready`)."""
+    drop_zero_spread: bool = False
+    """Replace groups whose rewards are all equal (they carry no gradient) by further prompts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingConfig:
+    """How completions are sampled during training."""
+
+    temperature: float = 1.0
+    """Sampling temperature."""
+    max_new_tokens: int = 24
+    """Tokens a completion may have at most."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion; kept in the text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """One vLLM engine."""
+
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Weights and activations of the engine; weights are cast to it before they are sent."""
+    tensor_parallel: int = 1
+    """GPUs (or CPU worker processes) per engine."""
+    max_model_len: int = 512
+    """Longest prompt plus completion, tokens."""
+    max_num_seqs: int = 64
+    """Sequences decoded together."""
+    max_num_batched_tokens: int = 8192
+    """Tokens one engine step may process."""
+    kv_cache_gib: float = 0.5
+    """KV cache per engine on CPUs, GiB."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory an engine may take."""
+    block_size: int = 32
+    """Tokens per KV block; prefixes are shared in whole blocks. A multiple of 32 on CPUs."""
+    enforce_eager: bool = True
+    """Skip CUDA graphs and compilation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GeneratorConfig:
+    """The generator side: engines, and how they publish."""
+
+    n_engines: int = 1
+    """Independent engines; more of them is data parallelism."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    threads: int = 2
+    """CPU threads per engine."""
+    publish_groups: int = 4
+    """Publish a shard after this many groups (strict on-policy runs publish one shard per engine and step)."""
+    publish_after_s: float = 2.0
+    """Publish what is there after this many seconds."""
+    max_restarts: int = 3
+    """Times one engine may be restarted in an attempt before the run fails."""
+    restart_backoff_s: float = 1.0
+    """Pause before the first restart; doubles with each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW."""
+
+    lr: float = 3e-5
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """First moment decay."""
+    beta2: float = 0.95
+    """Second moment decay."""
+    eps: float = 1e-8
+    """Added to the denominator."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this global L2 norm."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """Learning rate over steps."""
+
+    warmup_steps: int = 3
+    """Steps of linear warm-up from 0."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up, ending at `run.steps`."""
+    min_lr_ratio: float = 0.0
+    """Final learning rate as a share of the peak (linear and cosine)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """What is saved, and when. A checkpoint at the end is always written."""
+
+    every_steps: int = 10
+    """Save every N steps; 0: at the end only."""
+    keep: int = 2
+    """Complete checkpoints kept; older ones are removed once a newer one is complete."""
+    export_hf: bool = True
+    """At the end, also write a Hugging Face directory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerConfig:
+    """The trainer side: ranks, packing, optimizer."""
+
+    n_ranks: int = 1
+    """Trainer processes; FSDP shards over them."""
+    tokens_per_microbatch: int = 2048
+    """Tokens in one packed forward pass; a group's prompt counts once."""
+    forward_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Parameters are cast to this for forward and backward; masters stay float32."""
+    threads: int = 2
+    """CPU threads per rank."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass to save memory."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    wait_for_groups_s: float = 1800.0
+    """Seconds a step may wait for its groups before the run fails, naming the engines it waited for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightSyncConfig:
+    """The broadcast of new weights to the engines."""
+
+    bucket_mib: int = 32
+    """Size of one broadcast, MiB."""
+    door_timeout_s: float = 300.0
+    """Seconds an engine may take to come to the door before it is given up and restarted."""
+    transfer_timeout_s: float = 120.0
+    """Seconds one broadcast may take before both sides abort the group and a new one is formed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WandbConfig:
+    """Weights & Biases."""
+
+    enabled: bool = False
+    """Also log to wandb; `metrics/*.jsonl` is written in any case."""
+    mode: Literal["offline", "online"] = "offline"
+    """`offline` writes into the run directory, for `wandb sync` later."""
+    project: str = "slurm_grpo"
+    """Project name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterConfig:
+    """Where processes run and how long they are waited for."""
+
+    kind: Literal["local"] = "local"
+    """`local`: the supervisor in the foreground, roles as its child processes."""
+    python: str | None = None
+    """Interpreter of the role processes (with torch and vLLM); the launching interpreter by default."""
+    start_timeout_s: float = 600.0
+    """Seconds a role may take from its start until it is ready."""
+    heartbeat_timeout_s: float = 60.0
+    """Seconds without a sign of life before a process counts as dead."""
+    stop_grace_s: float = 5.0
+    """Seconds between asking a process to end and killing it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """A GRPO run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig
+    task: TaskConfig = field(default_factory=TaskConfig)
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def strict_mode(self) -> bool:
+        """Whether the run is repeatable: on-policy, and groups trained on by id."""
+        return self.algorithm.max_staleness == 0 and self.algorithm.order == "strict"
