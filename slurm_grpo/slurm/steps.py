@@ -1,0 +1,139 @@
+"""Starting and ending role processes behind one small interface, so that the supervisor never asks
+where it runs.
+
+The supervisor is the caller: it hands over a `StepSpec` and gets a `Step` to poll, terminate and
+kill. This file has the local implementation. It promises that a step's output goes to a file, never
+a pipe; that its exit code is written next to its log; and that neither a killed supervisor nor a
+killed step leaves a process behind. It knows nothing about what the processes do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from slurm_grpo import proctree
+
+# Runs between fork and the role, in a fresh interpreter (a `preexec_fn` may deadlock once the
+# supervisor has threads). PR_SET_PDEATHSIG (1) survives exec; the parent may have died before it
+# was set, hence the look at getppid.
+_BIND_TO_PARENT = (
+    "import ctypes,os,sys\n"
+    "ctypes.CDLL(None).prctl(1,9,0,0,0)\n"
+    "if os.getppid()!=int(sys.argv[1]): os._exit(137)\n"
+    "try: os.execvp(sys.argv[2],sys.argv[2:])\n"
+    "except OSError as e: sys.exit(f'cannot start {sys.argv[2]}: {e.strerror}')\n"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSpec:
+    """One process to start."""
+
+    peer: str
+    """`engine-<k>` or `trainer-<rank>`."""
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    """The whole environment, not additions to the supervisor's."""
+    log: Path
+    """stdout and stderr, appended."""
+    exit_file: Path
+    """Receives the exit code as a decimal number; minus the signal number if a signal ended the
+    process."""
+
+
+class Step(Protocol):
+    """A started process."""
+
+    @property
+    def spec(self) -> StepSpec: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None:
+        """Exit code, or None while it runs. The first call that sees the end also removes what the
+        step left behind."""
+
+    def terminate(self) -> None:
+        """Ask the process to end (SIGTERM); harmless when it has."""
+
+    def kill(self) -> None:
+        """End the process and everything it started (SIGKILL); harmless when they have."""
+
+
+class StepLauncher(Protocol):
+    """Starts steps; one implementation a placement."""
+
+    def start(self, spec: StepSpec) -> Step:
+        """Start the process and return at once. Raises OSError when its log cannot be opened."""
+
+
+class LocalStep:
+    """A child process in a session of its own."""
+
+    def __init__(self, spec: StepSpec, process: subprocess.Popen[bytes]) -> None:
+        self.spec = spec
+        self._process = process
+        self._code: int | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        if self._code is not None:
+            return self._code
+        # Before the leader is reaped: until then its pid, and so the session id, cannot belong to
+        # anybody else.
+        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return None
+        self._kill_session()
+        self._code = self._process.wait()
+        temporary = self.spec.exit_file.with_suffix(".exit.tmp")
+        temporary.write_text(f"{self._code}\n")
+        temporary.replace(self.spec.exit_file)
+        return self._code
+
+    def terminate(self) -> None:
+        if self._code is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        if self._code is None:
+            self._kill_session()
+
+    def _kill_session(self) -> None:
+        # Descendants include those that made a session of their own (wandb-core); session members
+        # those whose parent died.
+        for pid in proctree.descendants(self.pid) | proctree.session_members(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+class LocalLauncher:
+    """Steps as child processes of the supervisor."""
+
+    def start(self, spec: StepSpec) -> LocalStep:
+        # The kernel sends the parent-death signal when the forking *thread* ends, not the process.
+        assert threading.current_thread() is threading.main_thread()
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-I", "-S", "-c", _BIND_TO_PARENT, str(os.getpid()), *spec.argv]
+        with spec.log.open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                env=dict(spec.env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return LocalStep(spec, process)
