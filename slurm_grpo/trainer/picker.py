@@ -1,0 +1,179 @@
+"""Pick the groups of a step: in order, in bound, whole; write the step's manifest before anybody trains on it.
+
+Runs on trainer rank 0 only. What it waits for are announcements in the control plane's view; engines unblock it. It
+drops groups that are too stale or carry no signal and tells the scheduler, which then assigns further ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slurm_grpo.config import Config
+from slurm_grpo.control.client import ControlClient
+from slurm_grpo.errors import DeadlineExceeded, ShardError, SlurmGrpoError
+from slurm_grpo.rundir import RunDir
+from slurm_grpo.staging.manifest import Manifest, ResumeState, publish_manifest
+from slurm_grpo.staging.shards import GroupRef, ShardRef, quarantine, verify_shard
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """The groups one step trains on, in training order, each with the shard that holds it."""
+
+    step: int
+    groups: tuple[tuple[GroupRef, ShardRef], ...]
+    n_dropped_stale: int
+    n_dropped_no_signal: int
+
+    @property
+    def staleness(self) -> list[int]:
+        """Per group, of its oldest token."""
+        return [self.step - 1 - group.oldest_version for group, _ in self.groups]
+
+
+class Picker:
+    """Holds the cursor over group ids and what was verified. One `poll` at a time."""
+
+    def __init__(
+        self, cfg: Config, run: RunDir, attempt: int, client: ControlClient, state: ResumeState
+    ) -> None:
+        self._cfg = cfg
+        self._run = run
+        self._attempt = attempt
+        self._client = client
+        self._next_group = state.next_group
+        self._verified: set[str] = set()
+        self._done: set[int] = set(state.consumed)
+        """Groups consumed or dropped; the view may still show them for a moment."""
+        self._dropped: dict[int, str] = {}
+        self._waiting_since: float | None = None
+
+    def poll(self, step: int) -> StepPlan | None:
+        """The step's plan if all its groups are there, else None. Writes the manifest and tells the scheduler.
+
+        Raises `DeadlineExceeded` when the step has waited for longer than `trainer.wait_for_groups_s`, and
+        `SlurmGrpoError` when it has dropped so many groups that it will hardly ever fill.
+        """
+        now = time.monotonic()
+        self._waiting_since = self._waiting_since or now
+        available = self._announced(step)
+        chosen = list(self._choose(available))
+        needed = self._cfg.algorithm.groups_per_step
+        if len(chosen) < needed:
+            self._check_patience(step, now, len(chosen))
+            return None
+        chosen = chosen[:needed]
+        ids = [group.group_id for group, _ in chosen]
+        reasons = list(self._dropped.values())
+        publish_manifest(
+            self._run,
+            Manifest(
+                step=step,
+                attempt=self._attempt,
+                groups=tuple((group.group_id, ref.path) for group, ref in chosen),
+                dropped=tuple(sorted(self._dropped)),
+            ),
+        )
+        self._client.send("consumed", step=step, group_ids=ids, dropped=[])
+        self._done.update(ids)
+        self._dropped = {}
+        self._waiting_since = None
+        while self._next_group in self._done:
+            self._done.discard(self._next_group)
+            self._next_group += 1
+        return StepPlan(
+            step=step,
+            groups=tuple(chosen),
+            n_dropped_stale=reasons.count("stale"),
+            n_dropped_no_signal=reasons.count("no signal"),
+        )
+
+    def _announced(self, step: int) -> dict[int, tuple[GroupRef, ShardRef]]:
+        """Usable groups in the order of their announcement; drops what cannot be trained on."""
+        usable: dict[int, tuple[GroupRef, ShardRef]] = {}
+        for row in self._client.view.get("shards", ()):
+            ref = ShardRef.from_json(row)
+            wanted = [g for g in ref.groups if g.group_id >= self._next_group and g.group_id not in self._done]
+            if wanted and self._intact(ref):
+                usable.update({group.group_id: (group, ref) for group in wanted})
+        if self._cfg.strict_mode and not self._step_is_complete(usable):
+            return {}
+        newly_dropped = {
+            group.group_id: reason
+            for group, _ in usable.values()
+            if (reason := self._reason_to_drop(group, step))
+        }
+        if newly_dropped:
+            self._dropped |= newly_dropped
+            self._done |= newly_dropped.keys()
+            self._client.send("consumed", step=step, group_ids=[], dropped=sorted(newly_dropped))
+        return {group_id: pair for group_id, pair in usable.items() if group_id not in newly_dropped}
+
+    def _step_is_complete(self, usable: dict[int, Any]) -> bool:
+        """Strict: drop only once everything assigned for the step is there, so that order of arrival is immaterial."""
+        missing = self._cfg.algorithm.groups_per_step
+        group_id = self._next_group
+        while missing > 0:
+            if group_id in usable:
+                missing -= 1
+            elif group_id not in self._done:
+                return False
+            group_id += 1
+        return True
+
+    def _intact(self, ref: ShardRef) -> bool:
+        if ref.path in self._verified:
+            return True
+        try:
+            verify_shard(self._run, ref)
+        except ShardError as error:
+            log.warning("shard refused, its groups are generated again: %s", error)
+            quarantine(self._run, ref, str(error))
+            self._client.send("lost", group_ids=[group.group_id for group in ref.groups])
+            return False
+        self._verified.add(ref.path)
+        return True
+
+    def _reason_to_drop(self, group: GroupRef, step: int) -> str | None:
+        if step - 1 - group.oldest_version > self._cfg.algorithm.max_staleness:
+            return "stale"
+        if group.n_trainable == 0 or (self._cfg.algorithm.drop_zero_spread and group.zero_spread):
+            return "no signal"
+        return None
+
+    def _choose(
+        self, usable: dict[int, tuple[GroupRef, ShardRef]]
+    ) -> Iterator[tuple[GroupRef, ShardRef]]:
+        if self._cfg.algorithm.order == "ready":
+            yield from usable.values()
+            return
+        group_id = self._next_group
+        while group_id in usable or group_id in self._done:
+            if group_id in usable:
+                yield usable[group_id]
+            group_id += 1
+
+    def _check_patience(self, step: int, now: float, n_there: int) -> None:
+        algorithm = self._cfg.algorithm
+        if len(self._dropped) > algorithm.max_dropped_per_step:
+            raise SlurmGrpoError(
+                f"step {step}: {len(self._dropped)} groups were dropped and only {n_there} of "
+                f"{algorithm.groups_per_step} kept. Rewards that are equal in every group teach nothing: check the "
+                f"scorer and the task's difficulty (`episodes/` holds the completions), set "
+                f"algorithm.drop_zero_spread to false, or raise algorithm.max_dropped_per_step "
+                f"(now {algorithm.max_dropped_per_step})."
+            )
+        waited = now - (self._waiting_since or now)
+        if waited > self._cfg.trainer.wait_for_groups_s:
+            engines = self._client.view.get("engines", {})
+            raise DeadlineExceeded(
+                f"step {step}: {n_there} of {algorithm.groups_per_step} groups after {waited:.0f} s. "
+                f"Engines: {engines}. Start with the engine logs in attempts/{self._attempt}/, or raise "
+                f"trainer.wait_for_groups_s."
+            )

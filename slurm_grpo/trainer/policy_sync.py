@@ -1,0 +1,141 @@
+"""Hand a version of the weights to every engine: open the door, broadcast, collect the digests, commit.
+
+All trainer ranks call `send` together, since gathering a layer is a collective; rank 0 talks to the control plane
+and broadcasts. An engine lost on the way costs one more round: a new epoch with whoever is alive, the whole version
+again. A version counts only once every member has confirmed the digest of what it received.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from slurm_grpo.config import Config
+from slurm_grpo.control.client import ControlClient
+from slurm_grpo.control.policy_group import PolicyGroup, host_address, make_store
+from slurm_grpo.errors import DeadlineExceeded, SyncError
+from slurm_grpo.trainer.crew import Crew
+from slurm_grpo.trainer.learner import Learner
+from slurm_grpo.trainer.weight_sender import SendResult, WeightSender
+
+log = logging.getLogger(__name__)
+
+MAX_ROUNDS = 8
+"""Rounds one version may take. An engine that dies costs one, so this is far above what restarts allow."""
+
+
+class PolicySync:
+    """Owns the trainer's end of the policy group and its current epoch."""
+
+    def __init__(self, cfg: Config, client: ControlClient, crew: Crew, learner: Learner) -> None:
+        self._cfg = cfg
+        self._client = client
+        self._crew = crew
+        self._learner = learner
+        self._sender = WeightSender(cfg.weight_sync)
+        self._group: PolicyGroup | None = None
+        if crew.leads:
+            self._store, self._store_address = make_store(host_address())
+
+    def send(self, version: int) -> dict[str, float]:
+        """Broadcast the current weights as `version`; returns once every engine has confirmed them.
+
+        Returns seconds per phase. Raises `SyncError` when no round succeeds and `DeadlineExceeded` when no engine
+        comes to the door in time.
+        """
+        started = time.monotonic()
+        for _ in range(MAX_ROUNDS):
+            result = self._round(version)
+            if result is not None:
+                return {
+                    "trainer/sync_s": time.monotonic() - started,
+                    "trainer/gather_s": result.gather_s,
+                    "trainer/broadcast_s": result.broadcast_s,
+                    "trainer/sent_bytes": float(result.n_bytes),
+                }
+        raise SyncError(
+            f"version {version} did not reach the engines in {MAX_ROUNDS} rounds; the reasons are above in this log."
+        )
+
+    def _round(self, version: int) -> SendResult | None:
+        """One epoch's attempt; None when it failed and another round may succeed. Same outcome on every rank."""
+        door = self._crew.share(lambda: self._open_door(version))
+        layers = self._learner.iter_hf_layers()
+        if not self._crew.leads:
+            for _ in layers:
+                pass
+            return self._crew.share(lambda: None)
+        return self._crew.share(lambda: self._transfer(door, layers, version))
+
+    def _open_door(self, version: int) -> dict[str, Any]:
+        self._client.send("open_door", version=version, store=self._store_address)
+
+        def opened(view: dict[str, Any]) -> dict[str, Any] | None:
+            door = view.get("door")
+            return door if door and door["version"] == version and door["go"] else None
+
+        cluster, sync = self._cfg.cluster, self._cfg.weight_sync
+        door: dict[str, Any] = self._client.wait_for(
+            opened,
+            timeout_s=sync.door_timeout_s + cluster.start_timeout_s,
+            what=f"engines to come to the door for version {version}",
+        )
+        return door
+
+    def _transfer(self, door: dict[str, Any], layers: Any, version: int) -> SendResult | None:
+        epoch = door["epoch"]
+        try:
+            group = self._group_of(epoch, door["world_size"])
+            result = self._sender.send(group, layers, self._learner.hf_metadata(), version)
+            self._wait_for_digests(epoch, version, result.digest)
+        except (SyncError, DeadlineExceeded) as error:
+            for _ in layers:  # the other ranks gather in step with this one
+                pass
+            log.warning("epoch %d: version %d not sent, trying again: %s", epoch, version, error)
+            if self._group is not None:
+                self._group.abandon()
+                self._group = None
+            self._client.send("sync_failed", epoch=epoch, version=version, reason=str(error))
+            self._client.wait_for(
+                lambda view: not view.get("door") or view["door"]["epoch"] != epoch or None,
+                timeout_s=30.0,
+                what=f"epoch {epoch} to be closed",
+            )
+            return None
+        self._client.send("commit", epoch=epoch, version=version)
+        return result
+
+    def _group_of(self, epoch: int, world_size: int) -> PolicyGroup:
+        if self._group is None or self._group.epoch != epoch:
+            if self._group is not None:
+                self._group.abandon()
+            self._group = PolicyGroup(
+                self._store_address,
+                epoch,
+                0,
+                world_size,
+                self._learner.device,
+                self._cfg.weight_sync.transfer_timeout_s,
+            )
+        return self._group
+
+    def _wait_for_digests(self, epoch: int, version: int, digest: str) -> None:
+        def outcome(view: dict[str, Any]) -> dict[str, Any] | None:
+            door = view.get("door")
+            if not door or (door["epoch"], door["version"]) != (epoch, version):
+                raise SyncError(f"epoch {epoch} was closed while version {version} was on its way")
+            if door["failed"]:
+                raise SyncError(f"epoch {epoch}, version {version}: {door['failed']}")
+            return door if set(door["acks"]) == set(door["members"]) else None
+
+        door = self._client.wait_for(
+            outcome,
+            timeout_s=self._cfg.weight_sync.transfer_timeout_s,
+            what=f"every engine to confirm version {version}",
+        )
+        wrong = {engine: ack for engine, ack in door["acks"].items() if ack != digest}
+        if wrong:
+            raise SyncError(
+                f"version {version}: sent digest {digest}, but these engines received other bytes: {wrong}"
+            )

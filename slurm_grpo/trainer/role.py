@@ -1,0 +1,253 @@
+"""The trainer role: one process per rank. Pick groups, read them, learn, send the weights, save.
+
+What each line of the loop waits for, and who unblocks it: `_pick` waits for announcements (engines), `policy.send`
+for engines at the door and their digests (engines), `_evaluate` for results (engines). Rank 0 does all of these and
+shares the outcome; the other ranks wait for rank 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+import torch
+
+from slurm_grpo.checkpoint_dirs import latest_complete
+from slurm_grpo.errors import Stopped
+from slurm_grpo.fsio import write_durably
+from slurm_grpo.metrics import MetricsWriter, WandbLogger
+from slurm_grpo.role_process import RoleContext, run_role
+from slurm_grpo.staging.manifest import ResumeState, load_state
+from slurm_grpo.staging.shards import read_groups
+from slurm_grpo.trainer.batching import assign_to_ranks
+from slurm_grpo.trainer.checkpoint import export_hf, load_checkpoint, prune, save_checkpoint
+from slurm_grpo.trainer.crew import Crew
+from slurm_grpo.trainer.learner import Learner
+from slurm_grpo.trainer.picker import Picker, StepPlan
+from slurm_grpo.trainer.policy_sync import PolicySync
+from slurm_grpo.trainer.step_metrics import combine, condense
+from slurm_grpo.types import Group
+
+log = logging.getLogger(__name__)
+
+POLL_S = 5.0
+"""How often rank 0 gives the waiting ranks a sign of life, and looks for engines without weights."""
+
+
+class TrainerLoop:
+    """One rank's state. `run` is the table of contents."""
+
+    def __init__(self, context: RoleContext) -> None:
+        cfg = context.config
+        self._context = context
+        self._cfg = cfg
+        self._client = context.client
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._progress("loading the model")
+        self._crew = Crew(context.client, device, timeout_s=cfg.cluster.start_timeout_s)
+        self._learner = Learner(cfg, device)
+        self._policy = PolicySync(cfg, context.client, self._crew, self._learner)
+        self._start = self._crew.share(lambda: latest_complete(context.run) or 0)
+        if self._start:
+            load_checkpoint(context.run, self._start, self._learner)
+        self._saved = self._start
+        self._metrics: MetricsWriter | None = None
+        self._wandb: WandbLogger | None = None
+        self._picker: Picker | None = None
+        if self._crew.leads:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Rank 0: open the attempt's books and tell the scheduler where the run stands."""
+        context, cfg = self._context, self._cfg
+        write_durably(context.attempt_dir.resumed_from, f"{self._start}\n".encode())
+        state: ResumeState = load_state(context.run, self._start, cfg)
+        self._metrics = MetricsWriter(context.run.metrics_file("trainer"), attempt=context.attempt)
+        if cfg.wandb.enabled:
+            self._wandb = WandbLogger(cfg, context.run, context.attempt)
+        self._picker = Picker(cfg, context.run, context.attempt, context.client, state)
+        self._client.send(
+            "begin",
+            version=self._start,
+            next_group=state.next_group,
+            n_dropped=state.n_dropped,
+            available=[ref.to_json() for ref in state.available],
+        )
+
+    def run(self) -> None:
+        """Until the last step, a boundary stop, or an error."""
+        self._progress("first weights")
+        self._policy.send(self._start)
+        if self._start == 0:
+            self._evaluate(0)
+        for step in range(self._start + 1, self._cfg.run.steps + 1):
+            started = time.monotonic()
+            plan = self._pick(step)
+            if plan is None:
+                self._save(step - 1)
+                self._finish("stopped")
+                return
+            waited = time.monotonic() - started
+            groups = self._read(plan)
+            read = time.monotonic() - started - waited
+            stats = self._learn(step, groups)
+            stats |= self._policy.send(step)
+            stats |= {
+                "trainer/wait_for_groups_s": waited,
+                "trainer/read_s": read,
+                "trainer/step_s": time.monotonic() - started,
+            }
+            self._log(step, plan, groups, stats)
+            self._after_step(step)
+        self._end()
+
+    def _end(self) -> None:
+        steps = self._cfg.run.steps
+        if self._start < steps or steps == 0:
+            self._evaluate(steps)
+        self._save(steps)
+        if self._cfg.trainer.checkpoint.export_hf:
+            self._progress("exporting")
+            export_hf(self._context.run, steps, self._learner)
+        self._finish("done")
+
+    def _pick(self, step: int) -> StepPlan | None:
+        """The step's groups on every rank; None when the run is to stop at this boundary."""
+        while True:
+            what, plan = self._crew.share(lambda: self._poll(step))
+            if what == "resync":
+                self._policy.send(step - 1)
+            elif what == "plan":
+                return plan
+            elif what == "stop":
+                return None
+
+    def _poll(self, step: int) -> tuple[str, StepPlan | None]:
+        assert self._picker is not None
+        deadline = time.monotonic() + POLL_S
+        while True:
+            view = self._client.view
+            if view.get("boundary_stop"):
+                return "stop", None
+            if view.get("unsynced"):
+                return "resync", None
+            plan = self._picker.poll(step)
+            if plan is not None:
+                return "plan", plan
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._client.wait_for_change(view, timeout_s=left):
+                return "idle", None
+
+    def _read(self, plan: StepPlan) -> list[Group]:
+        """This rank's slice of the step, in the plan's order."""
+        rows = assign_to_ranks([group.n_tokens for group, _ in plan.groups], self._crew.world_size)
+        mine = [plan.groups[i] for i in rows[self._crew.rank]]
+        found: dict[int, Group] = {}
+        for path in dict.fromkeys(ref.path for _, ref in mine):
+            ref = next(ref for _, ref in mine if ref.path == path)
+            ids = [group.group_id for group, r in mine if r.path == path]
+            found.update((group[0].group_id, group) for group in read_groups(self._context.run, ref, ids))
+        return [found[group.group_id] for group, _ in mine]
+
+    def _learn(self, step: int, groups: list[Group]) -> dict[str, float]:
+        packs = self._learner.pack(groups)
+        counts = self._crew.gather((len(packs), sum(pack.n_trained_tokens for pack in packs)))
+        return self._learner.train_step(
+            step,
+            packs,
+            n_microbatches=max(n for n, _ in counts),
+            n_trained_tokens=sum(n for _, n in counts),
+        )
+
+    def _log(self, step: int, plan: StepPlan, groups: list[Group], stats: dict[str, float]) -> None:
+        gathered = self._crew.gather(condense(groups, step))
+        if self._metrics is None:
+            return
+        row = combine(gathered) | stats
+        row["groups/dropped_stale"] = float(plan.n_dropped_stale)
+        row["groups/dropped_no_signal"] = float(plan.n_dropped_no_signal)
+        n_tokens = sum(group.n_tokens for group, _ in plan.groups)
+        row["trainer/tokens_per_s"] = n_tokens / row["trainer/forward_backward_s"]
+        pauses = [
+            engine["stats"]["pause_s"]
+            for engine in self._client.view.get("engines", {}).values()
+            if engine.get("stats")
+        ]
+        if pauses:
+            row["generator/pause_s"] = max(pauses)
+        self._metrics.log(step, row)
+        if self._wandb is not None:
+            self._wandb.log(step, row)
+        self._progress("training", step=step, **row)
+
+    def _after_step(self, step: int) -> None:
+        every = self._cfg.trainer.checkpoint.every_steps
+        if every and step % every == 0 and step < self._cfg.run.steps:
+            self._save(step)
+        every = self._cfg.evaluation.every_steps
+        if every and step % every == 0 and step < self._cfg.run.steps:
+            self._evaluate(step)
+
+    def _save(self, step: int) -> None:
+        if step <= self._saved:
+            return
+        self._progress("saving a checkpoint")
+        save_checkpoint(self._context.run, step, self._learner)
+        self._saved = step
+        if self._crew.leads:
+            prune(self._context.run, self._cfg.trainer.checkpoint.keep)
+
+    def _evaluate(self, step: int) -> None:
+        """Greedy evaluation of the version the engines hold now; rank 0 waits, the others go on to the next share."""
+        n = self._cfg.evaluation.n_prompts
+        if not self._has_eval or self._metrics is None:
+            return
+        self._progress("evaluating")
+        eval_id = f"step-{step}"
+        self._client.send("evaluate", eval_id=eval_id, version=step, n=n)
+        result: dict[str, Any] = self._client.wait_for(
+            lambda view: view.get("evals", {}).get(eval_id),
+            timeout_s=self._cfg.trainer.wait_for_groups_s,
+            what=f"the evaluation of version {step}",
+        )
+        row = {
+            "eval/held_out/accuracy": result["n_correct"] / result["n"],
+            "eval/held_out/reward": result["reward_sum"] / result["n"],
+            "eval/held_out/length_mean": result["n_tokens"] / result["n"],
+            "eval/held_out/truncation_rate": result["n_truncated"] / result["n"],
+            "eval/held_out/n": float(result["n"]),
+        }
+        self._metrics.log(step, row)
+        if self._wandb is not None:
+            self._wandb.log(step, row)
+        self._progress("training", **row)
+
+    def _finish(self, status: str) -> None:
+        if self._crew.leads:
+            if self._wandb is not None:
+                self._wandb.close()
+            self._client.send("finish", status=status)
+        self._crew.share(lambda: None)
+        self._crew.close()
+
+    def _progress(self, phase: str, **values: float) -> None:
+        if self._context.index == 0:
+            self._client.send("progress", phase=phase, **values)
+
+    @property
+    def _has_eval(self) -> bool:
+        task = self._cfg.task
+        return self._cfg.evaluation.n_prompts > 0 and (task.name != "jsonl" or task.eval_path is not None)
+
+
+def main() -> None:
+    """Entry point of `python -m slurm_grpo.trainer.role`."""
+    run_role(lambda context: TrainerLoop(context).run())
+
+
+if __name__ == "__main__":
+    main()
