@@ -1,0 +1,104 @@
+"""The run in one page for programs: `summary.json`, written at every end of a run from what is on
+disk.
+
+The supervisor calls `write_summary`; the display and scripts read the result. It knows the
+trainer's metric names, and nothing of how they were measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from slurm_grpo.attempt import record_path
+from slurm_grpo.config import Config
+from slurm_grpo.metrics import Row, read_run_metrics
+from slurm_grpo.rundir import RunDir
+
+Status = Literal["done", "failed", "stopped", "interrupted"]
+Summary = dict[str, Any]
+
+PHASES = {
+    "wait": "trainer/wait_for_groups_s",
+    "read": "trainer/read_s",
+    "forward_backward": "trainer/forward_backward_s",
+    "optimizer": "trainer/optimizer_s",
+    "sync": "trainer/sync_s",
+    "pause": "generator/pause_s",
+}
+"""Phases of a step and the metric that holds their seconds. `pause` is the generator's, inside
+`sync`."""
+
+
+def write_summary(run: RunDir, cfg: Config, *, status: Status, error: str | None = None) -> Summary:
+    """Build the summary and put it in place atomically; returns it."""
+    summary = build_summary(run, cfg, status=status, error=error)
+    temporary = run.summary.with_suffix(".json.tmp")
+    with temporary.open("w") as file:
+        json.dump(summary, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(run.summary)
+    return summary
+
+
+def build_summary(run: RunDir, cfg: Config, *, status: Status, error: str | None = None) -> Summary:
+    """The summary of the run as it stands on disk, all attempts together."""
+    rows = read_run_metrics(run, "trainer")
+    steps = [row for row in rows if "trainer/step_s" in row]
+    records = [_read_json(record_path(run.attempt(n))) for n in run.attempt_numbers()]
+    versions = [_read_json(run.attempt(n).versions) for n in run.attempt_numbers()]
+    return {
+        "status": status,
+        "error": error,
+        "seed": cfg.run.seed,
+        "steps": max((row["step"] for row in steps), default=0),
+        "eval": evaluations(rows),
+        "reward_first": _mean_reward(steps[:5]),
+        "reward_last": _mean_reward(steps[-5:]),
+        "step_s_median": _median(steps, "trainer/step_s"),
+        "phase_s_median": {phase: _median(steps, key) for phase, key in PHASES.items()},
+        "peak_pss_bytes": max((r.get("peak_pss_bytes", 0) for r in records), default=0),
+        "wall_s": round(sum(r.get("wall_s", 0.0) for r in records), 3),
+        "n_attempts": len(records),
+        "versions": next((v for v in reversed(versions) if v), {}),
+    }
+
+
+def evaluations(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
+    """Accuracy of each evaluation set before the first step and after the last evaluated one."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        for key, value in row.items():
+            prefix, _, name = key.partition("/")
+            if prefix == "eval" and name.endswith("/accuracy") and value is not None:
+                found.setdefault(name.removesuffix("/accuracy"), []).append((row["step"], value))
+    return {
+        name: {
+            "before": points[0][1] if points[0][0] == 0 else None,
+            "after": points[-1][1] if points[-1][0] > 0 else None,
+        }
+        for name, points in found.items()
+    }
+
+
+def _median(rows: Sequence[Row], key: str) -> float | None:
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return statistics.median(values) if values else None
+
+
+def _mean_reward(rows: Sequence[Row]) -> float | None:
+    values = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
+    return statistics.fmean(values) if values else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
