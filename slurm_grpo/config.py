@@ -1,6 +1,7 @@
-"""The configuration: one frozen dataclass per component, each handed over whole to the part it configures.
+"""The configuration: one frozen dataclass per component, each handed over whole to its component.
 
-A field's docstring is its help text. Loading, checking and freezing are in `config_io.py`; nothing here reads a file.
+A field's docstring is its help text. Loading, checking and freezing are in `config_io.py`; nothing
+here reads a file.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Literal
 class RunConfig:
     """Identity and length of the run."""
 
-    name: str = "run"
-    """Directory name under `runs_dir`."""
+    name: str = ""
+    """Directory name under `runs_dir`; empty: made of the configuration's file name, the seed and
+    the time."""
     runs_dir: str = "runs"
-    """Where run directories are made; on a cluster a shared file system."""
+    """Where run directories are made, relative to the current directory; on a cluster a shared file
+    system."""
     seed: int = 0
     """Seeds prompts, sampling and nothing else: the initial weights come from `model.path`."""
     steps: int = 40
@@ -27,8 +30,10 @@ class RunConfig:
 class ModelConfig:
     """The weights the run starts from."""
 
-    path: str
-    """Hugging Face model directory (config.json, safetensors, tokenizer); llama and qwen3 (dense) families."""
+    path: str = ""
+    """Required. Hugging Face model directory (config.json, safetensors, tokenizer); llama and qwen3
+    (dense) families. Relative to the configuration file; `~`, `$VAR` and `${VAR:-default}` are
+    expanded, here and in every other path."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +41,15 @@ class ScorerConfig:
     """How an answer is judged."""
 
     name: str = "last_number"
-    """`exact`, `last_number`, `regex`, or your own function as `module:function`, called with (completion_text, target)."""
+    """`exact`, `last_number`, `regex`, or your own function as `module:function`, called with
+    (completion_text, target); it returns a reward, or a dict of parts, of which `reward` is the
+    total (their sum by default)."""
     regex: str | None = None
-    """With `regex`: the pattern whose first group (or whole match) must equal the answer."""
+    """With `regex`: the pattern whose last match (its first group, if it has one) must equal the
+    answer."""
+    module_dir: str | None = None
+    """With `module:function`: the directory to import it from; by default the configuration's or
+    the current one."""
     timeout_s: float = 5.0
     """Seconds one episode's scoring may take before it is marked as an error."""
     max_errors: int = 64
@@ -52,11 +63,13 @@ class TaskConfig:
     name: Literal["addition", "sum_digits", "jsonl"] = "addition"
     """Built-in task, or `jsonl` for your own rows of `prompt` and `answer`."""
     path: str | None = None
-    """With `jsonl`: the training rows."""
+    """With `jsonl`: the training rows. Relative to the configuration file."""
     eval_path: str | None = None
-    """With `jsonl`: held-out rows; without it there is no evaluation."""
+    """With `jsonl`: held-out rows; without it there is no evaluation. Relative to the configuration
+    file."""
     chat_template: bool = False
-    """Render a text prompt as one user message through the tokenizer's chat template (chat rows always are)."""
+    """Render a text prompt as one user message through the tokenizer's chat template (chat rows
+    always are)."""
     scorer: ScorerConfig = field(default_factory=ScorerConfig)
 
 
@@ -85,11 +98,14 @@ class AlgorithmConfig:
     clip_high: float = 0.28
     """The importance ratio is clipped above at 1 + clip_high."""
     max_staleness: int = 0
-    """Steps an episode's oldest token may lag behind the policy that trains on it; 0 is strictly on-policy."""
+    """Steps an episode's oldest token may lag behind the policy that trains on it; 0 is strictly
+    on-policy."""
     order: Literal["strict", "ready"] = "strict"
     """Train on groups by group id (`strict`) or as they become ready (`ready`)."""
     drop_zero_spread: bool = False
     """Replace groups whose rewards are all equal (they carry no gradient) by further prompts."""
+    max_dropped_per_step: int = 160
+    """Groups one step may drop before the run fails instead of searching for ever."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +155,8 @@ class GeneratorConfig:
     threads: int = 2
     """CPU threads per engine."""
     publish_groups: int = 4
-    """Publish a shard after this many groups (strict on-policy runs publish one shard per engine and step)."""
+    """Publish a shard after this many groups (strict on-policy runs publish one shard per engine
+    and step)."""
     publish_after_s: float = 2.0
     """Publish what is there after this many seconds."""
     max_restarts: int = 3
@@ -208,7 +225,8 @@ class TrainerConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     wait_for_groups_s: float = 1800.0
-    """Seconds a step may wait for its groups before the run fails, naming the engines it waited for."""
+    """Seconds a step may wait for its groups before the run fails, naming the engines it waited
+    for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,7 +260,8 @@ class ClusterConfig:
     kind: Literal["local"] = "local"
     """`local`: the supervisor in the foreground, roles as its child processes."""
     python: str | None = None
-    """Interpreter of the role processes (with torch and vLLM); the launching interpreter by default."""
+    """Interpreter of the role processes (with torch and vLLM); the launching interpreter by
+    default."""
     start_timeout_s: float = 600.0
     """Seconds a role may take from its start until it is ready."""
     heartbeat_timeout_s: float = 60.0
@@ -256,7 +275,7 @@ class Config:
     """A GRPO run."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    model: ModelConfig
+    model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     evaluation: EvalConfig = field(default_factory=EvalConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
