@@ -1,0 +1,24 @@
+"""Reward functions that test configs name as `module:function`."""
+
+from __future__ import annotations
+
+import time
+
+
+def share_of_low_bytes(text: str, target: object) -> float:
+    """Between 0 and 1, different for nearly every completion, so that every group has a gradient."""
+    data = text.encode()
+    return sum(byte < 96 for byte in data) / max(len(data), 1)
+
+
+def always_raises(text: str, target: object) -> float:
+    raise RuntimeError("this scorer is broken")
+
+
+def hangs(text: str, target: object) -> float:
+    time.sleep(3600)
+    return 0.0
+
+
+def constant(text: str, target: object) -> float:
+    return 0.5
