@@ -120,10 +120,11 @@ class RunLock:
             held = self._path.read_text()
             holder = json.loads(held)
             if self._is_live(holder):
+                host, pid = holder["host"], holder["pid"]
                 raise ConfigError(
-                    f"{self._path.parent}: another supervisor runs here (host {holder['host']}, pid "
-                    f"{holder['pid']}), and a run directory can have only one. Wait for it, end it with "
-                    f"`kill {holder['pid']}` on {holder['host']}, or start under another --run.name."
+                    f"{self._path.parent}: another supervisor runs here (host {host}, pid {pid}), "
+                    f"and a run directory can have only one. Wait for it, end it with `kill {pid}` "
+                    f"on {host}, or start under another --run.name."
                 )
             aside = self._path.with_name(f".{self._path.name}.stale.{os.getpid()}")
             self._path.rename(aside)
@@ -134,7 +135,7 @@ class RunLock:
 
     def _is_live(self, holder: dict[str, Any]) -> bool:
         if holder["host"] == socket.gethostname():
-            return proctree.start_ticks(holder["pid"]) == holder["start_ticks"]
+            return bool(proctree.start_ticks(holder["pid"]) == holder["start_ticks"])
         seen = self._path.stat().st_mtime_ns
         deadline = time.monotonic() + _FOREIGN_WATCH_S
         while time.monotonic() < deadline:

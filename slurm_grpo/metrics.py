@@ -13,10 +13,12 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slurm_grpo.config import WandbConfig
+from slurm_grpo.config import Config
+from slurm_grpo.fsio import write_durably
 from slurm_grpo.rundir import RunDir
 
 Row = dict[str, Any]
@@ -99,23 +101,23 @@ class WandbLogger:
     """The same rows in Weights & Biases; every attempt continues the same wandb run. Used by
     trainer rank 0 only."""
 
-    def __init__(self, cfg: WandbConfig, run: RunDir, run_config: Mapping[str, Any]) -> None:
-        """`run_config` is shown as the run's configuration. The run's files are under `run.wandb`,
-        its id too."""
+    def __init__(self, cfg: Config, run: RunDir, attempt: int) -> None:
+        """The run's files are under `run.wandb`, its id too. Raises what wandb.init raises."""
         import wandb  # slow to import, and needed here only
 
         run.wandb.mkdir(parents=True, exist_ok=True)
         id_file = run.wandb / "run_id"
         if not id_file.exists():
-            id_file.write_text(secrets.token_hex(4))
+            write_durably(id_file, secrets.token_hex(4).encode())
+        self._attempt = attempt
         self._run = wandb.init(
-            project=cfg.project,
+            project=cfg.wandb.project,
             name=run.root.name,
             id=id_file.read_text().strip(),
-            resume="allow" if cfg.mode == "online" else None,
-            mode=cfg.mode,
+            resume="allow" if cfg.wandb.mode == "online" else None,
+            mode=cfg.wandb.mode,
             dir=str(run.root),  # wandb appends `wandb/` itself
-            config=dict(run_config),
+            config=asdict(cfg),
             settings=wandb.Settings(
                 silent=True,
                 console="off",
@@ -130,7 +132,8 @@ class WandbLogger:
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Add a row; the same arguments as `MetricsWriter.log`."""
-        self._run.log({"step": step, **{name: _plain(value) for name, value in values.items()}})
+        row = {"step": step, "attempt": self._attempt}
+        self._run.log(row | {name: _plain(value) for name, value in values.items()})
 
     def close(self) -> None:
         """Flush and end; the wandb service ends with it."""

@@ -8,7 +8,6 @@ trainer's metric names, and nothing of how they were measured.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Literal
 
 from slurm_grpo.attempt import record_path
 from slurm_grpo.config import Config
+from slurm_grpo.fsio import write_durably
 from slurm_grpo.metrics import Row, read_run_metrics
 from slurm_grpo.rundir import RunDir
 
@@ -37,13 +37,7 @@ PHASES = {
 def write_summary(run: RunDir, cfg: Config, *, status: Status, error: str | None = None) -> Summary:
     """Build the summary and put it in place atomically; returns it."""
     summary = build_summary(run, cfg, status=status, error=error)
-    temporary = run.summary.with_suffix(".json.tmp")
-    with temporary.open("w") as file:
-        json.dump(summary, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(run.summary)
+    write_durably(run.summary, (json.dumps(summary, indent=2) + "\n").encode())
     return summary
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -76,7 +77,12 @@ def role_versions(python: str) -> dict[str, str]:
     if Path(python) == Path(sys.executable):
         return installed_versions()
     done = subprocess.run(
-        [python, str(Path(__file__))], capture_output=True, text=True, timeout=60, check=True
+        [python, "-m", __name__],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     return dict(json.loads(done.stdout))
 
