@@ -55,11 +55,15 @@ def _plain(value: Any) -> Any:
 def read_metrics(path: Path) -> list[Row]:
     """Every whole row of a metrics file, in the order written; none if the file does not exist."""
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        return parse_rows(path.read_text(errors="replace"))
     except FileNotFoundError:
         return []
+
+
+def parse_rows(text: str) -> list[Row]:
+    """The whole rows among the lines of `text`."""
     rows = []
-    for line in lines:
+    for line in text.splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
@@ -87,14 +91,15 @@ def valid_rows(rows: Iterable[Row], resumed_from: Mapping[int, int]) -> list[Row
     return sorted(kept, key=lambda row: (row["step"], row["attempt"]))
 
 
+def resumed_steps(run: RunDir) -> dict[int, int]:
+    """The step each attempt started from; attempts that ended before they started are left out."""
+    paths = {attempt: run.attempt(attempt).resumed_from for attempt in run.attempt_numbers()}
+    return {attempt: int(path.read_text()) for attempt, path in paths.items() if path.exists()}
+
+
 def read_run_metrics(run: RunDir, process: str) -> list[Row]:
     """The valid rows of one process of a run (`trainer`, `generator-0`)."""
-    resumed_from = {}
-    for attempt in run.attempt_numbers():
-        path = run.attempt(attempt).resumed_from
-        if path.exists():  # absent: that attempt ended before it started from anything
-            resumed_from[attempt] = int(path.read_text())
-    return valid_rows(read_metrics(run.metrics_file(process)), resumed_from)
+    return valid_rows(read_metrics(run.metrics_file(process)), resumed_steps(run))
 
 
 class WandbLogger:

@@ -1,0 +1,356 @@
+"""What a person watching the supervisor sees: a live panel on a terminal, a line a step elsewhere,
+a table at the end.
+
+The supervisor feeds it: `update` with what it knows (cheap to call often), `note` for events,
+`close` before the last words, then `show_end`. Steps are read from `metrics/trainer.jsonl`, so none
+is missed however fast they come.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from slurm_grpo.config import Config
+from slurm_grpo.metrics import Row, parse_rows, resumed_steps, valid_rows
+from slurm_grpo.rundir import RunDir
+from slurm_grpo.summary import PHASES, Summary, evaluations
+
+_REFRESH_S = 1.0
+_SPARKS = "▁▂▃▄▅▆▇█"
+_PHASE_LABELS = {
+    "wait": "waiting for episodes",
+    "read": "reading shards",
+    "forward_backward": "forward, backward",
+    "optimizer": "optimizer",
+    "sync": "sending weights",
+    "pause": "engines paused",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunState:
+    """What the supervisor knows at one moment."""
+
+    phase: str
+    """What is going on, in words."""
+    peers: Mapping[str, str] = field(default_factory=dict)
+    """A short word on each process, by peer name."""
+
+
+class Display(Protocol):
+    """Where the supervisor reports."""
+
+    def update(self, state: RunState) -> None:
+        """Show the present; cheap when nothing changed."""
+
+    def note(self, text: str) -> None:
+        """Report an event, once."""
+
+    def close(self) -> None:
+        """Leave the terminal clean for what is printed next."""
+
+
+def make_display(run: RunDir, cfg: Config, console: Console) -> Display:
+    """The live panel on a terminal, plain lines anywhere else."""
+    return LivePanel(run, cfg, console) if console.is_terminal else PlainLines(run, cfg, console)
+
+
+class StepFeed:
+    """The trainer's rows as they are written. Reads only what was added since the last look."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._offset = 0
+        self._all: list[Row] = []
+        self.rows: list[Row] = []
+        """Valid rows, sorted by step."""
+        self.poll()
+
+    def poll(self) -> bool:
+        """Whether there is something new."""
+        path = self._run.metrics_file("trainer")
+        if not path.exists():
+            return False
+        with path.open("rb") as file:
+            file.seek(self._offset)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        if not whole:
+            return False
+        self._offset += len(whole)
+        self._all += parse_rows(whole.decode(errors="replace"))
+        self.rows = valid_rows(self._all, resumed_steps(self._run))
+        return True
+
+    @property
+    def steps(self) -> list[Row]:
+        """Rows of optimizer steps."""
+        return [row for row in self.rows if "trainer/step_s" in row]
+
+    @property
+    def n_steps(self) -> int:
+        return max((row["step"] for row in self.rows if "trainer/step_s" in row), default=0)
+
+
+class PlainLines:
+    """One line per step, phase and event: for log files."""
+
+    def __init__(self, run: RunDir, cfg: Config, console: Console) -> None:
+        self._feed = StepFeed(run)
+        self._console = console
+        self._n_total = cfg.run.steps
+        self._printed = {_row_key(row) for row in self._feed.rows}
+        self._phase = ""
+
+    def update(self, state: RunState) -> None:
+        if self._feed.poll():
+            for row in self._feed.rows:
+                if _row_key(row) not in self._printed:
+                    self._printed.add(_row_key(row))
+                    self._line(self._describe(row))
+        if state.phase != self._phase:
+            self._phase = state.phase
+            if state.phase != "training":
+                self._line(state.phase)
+
+    def note(self, text: str) -> None:
+        self._line(text)
+
+    def close(self) -> None:
+        pass
+
+    def _line(self, text: str) -> None:
+        self._console.print(
+            f"{time.strftime('%H:%M:%S')} {text}", markup=False, highlight=False, soft_wrap=True
+        )
+
+    def _describe(self, row: Row) -> str:
+        if "trainer/step_s" not in row:
+            values = ", ".join(
+                f"{key.removeprefix('eval/')} {_number(value)}"
+                for key, value in row.items()
+                if key.startswith("eval/") and key.rpartition("/")[2] in ("accuracy", "reward")
+            )
+            return f"evaluated after step {row['step']}: {values}"
+        phases = ", ".join(
+            f"{phase} {row[key]:.1f}" for phase, key in PHASES.items() if row.get(key) is not None
+        )
+        return (
+            f"step {row['step']}/{self._n_total}  reward {_number(row.get('reward/mean'))}  "
+            f"accuracy {_number(row.get('accuracy/train'))}  "
+            f"staleness {_number(row.get('staleness/mean'), 1)}  "
+            f"{row['trainer/step_s']:.1f} s ({phases})  "
+            f"tokens/s {_number(row.get('generator/tokens_per_s'), 0)} generated, "
+            f"{_number(row.get('trainer/tokens_per_s'), 0)} trained  "
+            f"ETA {_eta(self._feed, self._n_total)}"
+        )
+
+
+class LivePanel:
+    """A panel that is redrawn in place, at most once a second."""
+
+    def __init__(self, run: RunDir, cfg: Config, console: Console) -> None:
+        self._feed = StepFeed(run)
+        self._run = run
+        self._cfg = cfg
+        self._console = console
+        self._started = time.monotonic()
+        self._drawn = -math.inf
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._live.start()
+
+    def update(self, state: RunState) -> None:
+        now = time.monotonic()
+        if now - self._drawn < _REFRESH_S:
+            return
+        self._drawn = now
+        self._feed.poll()
+        self._live.update(self.render(state, now - self._started), refresh=True)
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(f"{time.strftime('%H:%M:%S')} {text}", style="yellow"))
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def render(self, state: RunState, elapsed_s: float) -> RenderableType:
+        """The panel for the rows read so far."""
+        last = self._feed.steps[-1] if self._feed.steps else {}
+        total = self._cfg.run.steps
+        head = Table.grid(expand=True, padding=(0, 1))
+        head.add_column(width=22, no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(justify="right", no_wrap=True)
+        head.add_row(
+            Text(state.phase, style="bold"),
+            ProgressBar(total=max(total, 1), completed=self._feed.n_steps),
+            f"step {self._feed.n_steps}/{total}  ETA {_eta(self._feed, total)}",
+        )
+        parts: list[RenderableType] = [head]
+        if last or self._feed.rows:
+            parts += [Text(), self._numbers(last), Text()]
+        if last:
+            parts.append(_phase_bars(last))
+        parts += [Text(), _peer_line(state.peers)]
+        return Panel(
+            Group(*parts),
+            title=f"{self._run.root.name}  seed {self._cfg.run.seed}",
+            title_align="left",
+            subtitle=f"{_clock(elapsed_s)}  Ctrl-C stops",
+            subtitle_align="right",
+            border_style="blue",
+        )
+
+    def _numbers(self, last: Row) -> RenderableType:
+        rewards = [r["reward/mean"] for r in self._feed.steps if r.get("reward/mean") is not None]
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", width=14, no_wrap=True)
+        table.add_column()
+        room = max(10, min(40, self._console.width - 46))
+        if last:
+            reward = Text(f"{_number(last.get('reward/mean'))} ")
+            reward.append(sparkline(rewards, room), style="green")
+            reward.append(f"  accuracy {_number(last.get('accuracy/train'))}")
+            table.add_row("reward", reward)
+        for name, points in evaluations(self._feed.rows).items():
+            table.add_row(name.replace("_", "-"), _before_after(points))
+        if last:
+            table.add_row(
+                "tokens/s",
+                f"{_number(last.get('generator/tokens_per_s'), 0)} generated   "
+                f"{_number(last.get('trainer/tokens_per_s'), 0)} trained   "
+                f"staleness {_number(last.get('staleness/mean'), 1)}",
+            )
+        return table
+
+
+def show_end(run: RunDir, summary: Summary, console: Console, *, picture: str) -> None:
+    """Print the closing table, where the reward curve is (`picture`), and what to try next."""
+    table = Table(title=f"{run.root.name}: {summary['status']}", title_justify="left", box=None)
+    table.add_column(style="dim")
+    table.add_column()
+    table.show_header = False
+    for name, points in summary["eval"].items():
+        table.add_row(f"{name.replace('_', '-')} accuracy", _before_after(points))
+    table.add_row(
+        "training reward",
+        f"{_number(summary['reward_first'])} → {_number(summary['reward_last'])} (5 steps each)",
+    )
+    table.add_row("steps", f"{summary['steps']}, median {_seconds(summary['step_s_median'])}")
+    phases = (
+        f"{_PHASE_LABELS[phase]} {_seconds(value)}"
+        for phase, value in summary["phase_s_median"].items()
+        if value is not None
+    )
+    table.add_row("of which", ", ".join(phases))
+    table.add_row("peak memory", f"{summary['peak_pss_bytes'] / 2**30:.2f} GiB, all processes")
+    table.add_row("wall time", _clock(summary["wall_s"]))
+    table.add_row("reward curve", picture)
+    table.add_row("run directory", str(run.root))
+    console.print()
+    console.print(table)
+    console.print()
+    console.print("Next:", style="bold")
+    for what, command in next_commands(run, summary):
+        console.print(f"  # {what}", style="dim", highlight=False)
+        console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
+
+
+def next_commands(run: RunDir, summary: Summary) -> list[tuple[str, str]]:
+    """What to try after this run: (explanation, shell command)."""
+    submit, config = "python launch/submit.py", f"{run.root / 'config.yaml'}"
+    seed = summary["seed"] + 1
+    resume = f"{submit} --resume {run.root}"
+    if summary["status"] == "done":
+        resume += f" --run.steps {summary['steps'] + 20}"
+    what = "train on" if summary["status"] == "done" else "continue from the last checkpoint"
+    return [
+        (what, resume),
+        (
+            "your own questions: JSON lines with `prompt` and `answer`",
+            f"{submit} {config} --run.name mine --task.name jsonl --task.path my.jsonl",
+        ),
+        ("another seed", f"{submit} {config} --run.name {run.root.name}-{seed} --run.seed {seed}"),
+    ]
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """`values` as bars of eight heights, squeezed to at most `width` columns."""
+    if not values:
+        return ""
+    n = min(width, len(values))
+    edges = [round(i * len(values) / n) for i in range(n + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, span = min(means), max(means) - min(means)
+    return "".join(_SPARKS[round(7 * (m - low) / span) if span else 0] for m in means)
+
+
+def _phase_bars(row: Row) -> RenderableType:
+    table = Table.grid(padding=(0, 2), expand=True)
+    table.add_column(style="dim", width=20, no_wrap=True)
+    table.add_column(justify="right", width=8, no_wrap=True)
+    table.add_column(ratio=1)
+    total = row["trainer/step_s"]
+    table.add_row("a step", _seconds(total), Text())
+    for phase, key in PHASES.items():
+        seconds = row.get(key)
+        if seconds is None or phase == "pause":  # the pause lies inside `sync`
+            continue
+        table.add_row(
+            _PHASE_LABELS[phase],
+            _seconds(seconds),
+            ProgressBar(total=max(total, 1e-9), completed=seconds),
+        )
+    return table
+
+
+def _peer_line(peers: Mapping[str, str]) -> RenderableType:
+    text = Text(style="dim", overflow="fold")
+    text.append("   ".join(f"{peer}: {word}" for peer, word in peers.items()))
+    return text
+
+
+def _before_after(points: Mapping[str, float | None]) -> str:
+    before, after = points["before"], points["after"]
+    if after is None:
+        return f"{_number(before)} before training"
+    return f"{_number(before)} → {_number(after)}"
+
+
+def _row_key(row: Row) -> tuple[int, int, bool]:
+    return row["attempt"], row["step"], "trainer/step_s" in row
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _eta(feed: StepFeed, n_total: int) -> str:
+    recent = [row["trainer/step_s"] for row in feed.steps[-10:]]
+    if not recent:
+        return "-"
+    return _clock(sum(recent) / len(recent) * (n_total - feed.n_steps))
