@@ -1,0 +1,211 @@
+"""Manifests, and what a resume may build on.
+
+Trainer rank 0 publishes the manifest of a step before it trains on it; `load_state` derives from
+manifests and shards where a new attempt stands. The rule (architecture.md): a step s of attempt a
+is committed, and an episode of version v valid, if and only if s, respectively v, is at most
+`resumed_from` of every later attempt. Knows nothing of the model or of how groups are picked.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from slurm_grpo.errors import ShardError
+from slurm_grpo.fsio import link_durably, read_whole, storage_errors
+from slurm_grpo.rundir import RunDir
+from slurm_grpo.staging.shards import (
+    GroupRef,
+    ShardRef,
+    list_shards,
+    quarantine_shard,
+    read_ref,
+)
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = "slurm_grpo.manifest/1"
+RESUME_DEADLINE_S = 5.0
+"""Left-over shards are old names: only a stale view of another host's last write may pass."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """The groups that one step of one attempt trains on. Immutable once published."""
+
+    step: int
+    attempt: int
+    groups: tuple[tuple[int, str], ...]  # (group id, shard path relative to the run directory)
+    dropped: tuple[int, ...]  # groups given up while this step was picked
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeState:
+    """Where an attempt that starts from `resume_step` stands."""
+
+    next_group: int
+    """All groups below are consumed or dropped; from it on, those that are neither are wanted."""
+    n_dropped: int
+    consumed: frozenset[int]
+    dropped: frozenset[int]
+    available: list[ShardRef]
+    """By lowest group id; no group twice; `groups` of a ref holds the usable ones only."""
+
+
+def publish_manifest(run: RunDir, manifest: Manifest) -> Path:
+    """Commit to a step's groups, durably; repeating the same manifest is harmless.
+
+    Raises ShardError when this attempt is stale: a later one has begun, or another process that
+    takes itself for the same attempt has published other groups for the step.
+    """
+    path = run.manifests / f"step_{manifest.step:06d}-attempt_{manifest.attempt:03d}.json"
+    body = {
+        "schema": SCHEMA,
+        "step": manifest.step,
+        "attempt": manifest.attempt,
+        "groups": manifest.groups,
+        "dropped": manifest.dropped,
+    }
+    later = [n for n in run.attempt_numbers() if n > manifest.attempt]
+    if later:
+        raise ShardError(
+            f"publish {path}: attempt {manifest.attempt} is stale, attempt {later[-1]} has begun. "
+            "End this process; the later attempt continues the run."
+        )
+    if not link_durably(path, json.dumps(body).encode() + b"\n"):
+        raise ShardError(
+            f"publish {path}: exists with other groups, so another process runs as attempt "
+            f"{manifest.attempt}. End one of them."
+        )
+    return path
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read one manifest. Raises ShardError naming the file and what is wrong with it."""
+    try:
+        body = json.loads(read_whole(path))
+        if body["schema"] != SCHEMA:
+            raise ShardError(f"manifest {path}: schema {body['schema']!r}, expected {SCHEMA!r}.")
+        return Manifest(
+            step=int(body["step"]),
+            attempt=int(body["attempt"]),
+            groups=tuple((int(g), str(shard)) for g, shard in body["groups"]),
+            dropped=tuple(int(g) for g in body["dropped"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ShardError(f"manifest {path}: damaged: {type(error).__name__}: {error}.") from error
+
+
+def read_resumed_from(run: RunDir) -> dict[int, int]:
+    """The starting step of every attempt that got as far as writing it; others made nothing."""
+    starts: dict[int, int] = {}
+    for attempt in run.attempt_numbers():
+        path = run.attempt(attempt).resumed_from
+        if not path.exists():
+            continue
+        text = read_whole(path).decode(errors="replace").strip()
+        if not re.fullmatch(r"\d+", text):
+            raise ShardError(f"{path}: expected a step number, found {text[:40]!r}.")
+        starts[attempt] = int(text)
+    return starts
+
+
+def load_state(
+    run: RunDir,
+    resume_step: int,
+    *,
+    strict: bool,
+    groups_per_step: int,
+    max_staleness: int,
+    deadline_s: float = RESUME_DEADLINE_S,
+) -> ResumeState:
+    """Derive the prompt cursor and the reusable shards for an attempt starting from `resume_step`.
+
+    Called by trainer rank 0 before any group is assigned. Damaged left-over shards are quarantined
+    with a warning; a damaged or missing committed manifest raises ShardError, since guessing would
+    repeat or skip prompts.
+    """
+    starts = read_resumed_from(run)
+    committed = _committed_manifests(run, starts, resume_step)
+    consumed = frozenset(g for m in committed for g, _ in m.groups)
+    dropped = frozenset(g for m in committed for g in m.dropped)
+    done = consumed | dropped
+    next_group = next(g for g in range(len(done) + 1) if g not in done)
+
+    window = range(next_group, next_group + groups_per_step)
+    available: list[ShardRef] = []
+    taken = set(done)
+    for path, name in list_shards(run):
+        if name.version < resume_step - max_staleness:
+            continue  # every group in it is too old; most shards of a long run end here, unopened
+        ref = _read_or_quarantine(run, path, deadline_s)
+        if ref is None:
+            continue
+        limit = _limit(ref.attempt, starts, resume_step)
+
+        def usable(group: GroupRef, limit: int = limit) -> bool:
+            fresh = resume_step - group.oldest_version <= max_staleness
+            return fresh and group.newest_version <= limit and group.group_id not in taken
+
+        groups = tuple(g for g in ref.groups if usable(g))
+        if strict and (
+            len(groups) < len(ref.groups) or any(g.group_id not in window for g in groups)
+        ):
+            continue
+        if groups:
+            available.append(replace(ref, groups=groups))
+            taken.update(g.group_id for g in groups)
+    available.sort(key=lambda ref: min(g.group_id for g in ref.groups))
+    return ResumeState(
+        next_group=next_group,
+        n_dropped=len(dropped),
+        consumed=consumed,
+        dropped=dropped,
+        available=available,
+    )
+
+
+def _committed_manifests(
+    run: RunDir, starts: Mapping[int, int], resume_step: int
+) -> list[Manifest]:
+    """One manifest per step 1..resume_step, in order. Raises ShardError when one is missing."""
+    by_step: dict[int, Manifest] = {}
+    with storage_errors("list", run.manifests):
+        names = sorted(os.listdir(run.manifests))
+    for file_name in names:
+        match = re.fullmatch(r"step_(\d+)-attempt_(\d+)\.json", file_name)
+        if match is None:
+            continue
+        step, attempt = int(match[1]), int(match[2])
+        if step > _limit(attempt, starts, resume_step):
+            continue
+        path = run.manifests / file_name
+        manifest = read_manifest(path)
+        if (manifest.step, manifest.attempt) != (step, attempt) or step in by_step:
+            raise ShardError(f"manifest {path}: contradicts its name or another of this step.")
+        by_step[step] = manifest
+    missing = [s for s in range(1, resume_step + 1) if s not in by_step]
+    if missing:
+        raise ShardError(
+            f"{run.manifests}: no committed manifest of step {missing[0]} ({len(missing)} missing "
+            f"up to {resume_step}). Restore them, or resume from a checkpoint before that step."
+        )
+    return [by_step[s] for s in sorted(by_step)]
+
+
+def _limit(attempt: int, starts: Mapping[int, int], resume_step: int) -> int:
+    """Last step or version of `attempt` that all later ones, the starting one too, built on."""
+    return min([resume_step, *(start for n, start in starts.items() if n > attempt)])
+
+
+def _read_or_quarantine(run: RunDir, path: str, deadline_s: float) -> ShardRef | None:
+    try:
+        return read_ref(run, path, deadline_s=deadline_s)
+    except ShardError as error:
+        quarantine_shard(run, path, str(error))
+        return None

@@ -1,0 +1,287 @@
+"""Shards on disk: publish, verify, read, and put aside.
+
+The generator publishes whole groups and announces the returned `ShardRef`; trainer rank 0 verifies
+the ref before it enters a manifest; every rank reads its groups from it. A shard that can be seen
+under its name is whole: it is written elsewhere, synced and renamed. Knows nothing of steps or of
+who asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from slurm_grpo.errors import ShardError
+from slurm_grpo.fsio import (
+    READ_DEADLINE_S,
+    ShortRead,
+    read_whole,
+    retry_transient,
+    storage_errors,
+    sync_directory,
+    write_durably,
+)
+from slurm_grpo.rundir import RunDir
+from slurm_grpo.staging import layout
+from slurm_grpo.staging.layout import Columns, ShardHeader
+from slurm_grpo.types import Group
+
+logger = logging.getLogger(__name__)
+
+QUARANTINE = "quarantine"
+"""Directory under `episodes/` for damaged shards, each with a `.reason.txt`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRef:
+    """What picking and packing need to know of a group without reading it."""
+
+    group_id: int
+    n_tokens: int  # prompt once + all completions
+    oldest_version: int  # over all its tokens
+    newest_version: int  # over all its tokens
+    zero_spread: bool
+    """All rewards of the trainable episodes are equal: no gradient."""
+    n_trainable: int
+    """Episodes without an error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardRef:
+    """A published shard: enough to find it, to tell it from a damaged one, and to pick from it."""
+
+    path: str
+    """Relative to the run directory."""
+    size_bytes: int
+    crc32: int
+    attempt: int
+    engine_id: int
+    groups: tuple[GroupRef, ...]
+    """In file order; after a resume only those that may still be used."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a control message."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> ShardRef:
+        """The inverse of `to_json`."""
+        return cls(**{**body, "groups": tuple(GroupRef(**g) for g in body["groups"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardName:
+    """What a shard's file name tells, so that a resume opens few of them."""
+
+    version: int  # newest token's version
+    engine_id: int
+    attempt: int
+    incarnation: int
+    sequence: int
+    crc32: int
+    size_bytes: int
+
+    @property
+    def file_name(self) -> str:
+        return (
+            f"v{self.version:06d}-e{self.engine_id:03d}-a{self.attempt:03d}-i{self.incarnation:03d}"
+            f"-s{self.sequence:06d}-{self.crc32:08x}-{self.size_bytes}.h5"
+        )
+
+    @classmethod
+    def parse(cls, file_name: str) -> ShardName | None:
+        """None when it is not the name of a shard."""
+        match = re.fullmatch(
+            r"v(-?\d+)-e(\d+)-a(\d+)-i(\d+)-s(\d+)-([0-9a-f]{8})-(\d+)\.h5", file_name
+        )
+        if match is None:
+            return None
+        version, engine_id, attempt, incarnation, sequence, crc32, size_bytes = match.groups()
+        return cls(
+            version=int(version),
+            engine_id=int(engine_id),
+            attempt=int(attempt),
+            incarnation=int(incarnation),
+            sequence=int(sequence),
+            crc32=int(crc32, 16),
+            size_bytes=int(size_bytes),
+        )
+
+
+def publish_groups(run: RunDir, groups: list[Group], header: ShardHeader) -> ShardRef:
+    """Make `groups` one durable shard and return what to announce.
+
+    Raises ShardError when they cannot be stored, StorageError when the file system refuses;
+    publishing the same groups again is then safe, under the same `header.sequence` too.
+    """
+    columns = layout.build_columns(groups)
+    image = layout.build_image(columns, header)
+    group_refs = _group_refs(columns)
+    name = ShardName(
+        version=max((g.newest_version for g in group_refs), default=-1),
+        engine_id=header.engine_id,
+        attempt=header.attempt,
+        incarnation=header.incarnation,
+        sequence=header.sequence,
+        crc32=zlib.crc32(image),
+        size_bytes=len(image),
+    )
+    path = run.episodes / name.file_name
+    write_durably(path, image)
+    return _ref(run, path, name, group_refs)
+
+
+def verify_shard(run: RunDir, ref: ShardRef, *, deadline_s: float = READ_DEADLINE_S) -> None:
+    """Check once that the shard is what was announced, before a manifest names it.
+
+    Size, CRC, `complete`, schema, lengths, offsets, finite log-probs, group facts. Raises
+    ShardError, naming the file.
+    """
+    path = run.root / ref.path
+    found = _checked_groups(path, ref.size_bytes, ref.crc32, deadline_s)
+    by_id = {g.group_id: g for g in found}
+    for announced in ref.groups:
+        if by_id.get(announced.group_id) != announced:
+            raise ShardError(
+                f"shard {path}: announced {announced}, "
+                f"the file holds {by_id.get(announced.group_id)}."
+            )
+
+
+def read_ref(run: RunDir, path: str, *, deadline_s: float = READ_DEADLINE_S) -> ShardRef:
+    """Rebuild the ref of the shard at `path` (as in a ref), with the checks of `verify_shard`."""
+    full = run.root / path
+    name = ShardName.parse(full.name)
+    if name is None:
+        raise ShardError(f"shard {full}: not the name of a shard.")
+    found = _checked_groups(full, name.size_bytes, name.crc32, deadline_s)
+    return _ref(run, full, name, found)
+
+
+def read_groups(
+    run: RunDir, ref: ShardRef, group_ids: Sequence[int], *, deadline_s: float = READ_DEADLINE_S
+) -> list[Group]:
+    """Read the groups asked for, in that order, with one contiguous read per dataset.
+
+    Relies on `verify_shard` having passed on some rank; the token arrays' checksums are checked
+    again by HDF5. Raises ShardError when the shard is missing after `deadline_s`, damaged, or lacks
+    a group.
+    """
+    path = run.root / ref.path
+
+    def read() -> list[Group]:
+        size_bytes = path.stat().st_size
+        if size_bytes < ref.size_bytes:
+            raise ShortRead(f"has {size_bytes} of {ref.size_bytes} bytes")
+        with _shard_errors(path), h5py.File(path, "r", locking=False) as file:
+            layout.check_header(file)
+            index = {int(g): i for i, g in enumerate(file["groups/group_id"][()])}
+            missing = [g for g in group_ids if g not in index]
+            if missing:
+                raise ShardError(f"it has no group {missing}; it has {sorted(index)}")
+            wanted = [index[g] for g in group_ids]
+            if not wanted:
+                return []
+            first, stop = min(wanted), max(wanted) + 1
+            slab = layout.groups_from(layout.read_slab(file, first, stop))
+            return [slab[i - first] for i in wanted]
+
+    return retry_transient(read, path, deadline_s)
+
+
+def quarantine_shard(run: RunDir, path: str, reason: str) -> Path:
+    """Move a damaged shard aside, next to a file that says why, and return where it is now."""
+    source = run.root / path
+    target = run.episodes / QUARANTINE / source.name
+    with storage_errors("create", target.parent):
+        target.parent.mkdir(exist_ok=True)
+    write_durably(target.with_suffix(".reason.txt"), f"{reason}\n".encode())
+    with storage_errors("move to quarantine", source):
+        os.rename(source, target)
+    sync_directory(source.parent)
+    logger.warning("quarantined %s: %s", path, reason)
+    return target
+
+
+def list_shards(run: RunDir) -> list[tuple[str, ShardName]]:
+    """Published shards as (path as in a ref, name): by attempt, then incarnation, then sequence."""
+    if not run.episodes.is_dir():
+        return []
+    with storage_errors("list", run.episodes):
+        names = [ShardName.parse(n) for n in os.listdir(run.episodes)]
+    shards = [n for n in names if n is not None]
+    shards.sort(key=lambda n: (n.attempt, n.incarnation, n.sequence, n.engine_id, n.crc32))
+    return [(f"{run.episodes.name}/{n.file_name}", n) for n in shards]
+
+
+def _checked_groups(
+    path: Path, size_bytes: int, crc32: int, deadline_s: float
+) -> tuple[GroupRef, ...]:
+    """Read the whole file and check everything about it."""
+    image = read_whole(path, size_bytes, deadline_s=deadline_s)
+    if len(image) != size_bytes:
+        raise ShardError(f"shard {path}: {len(image)} bytes, announced {size_bytes}.")
+    if zlib.crc32(image) != crc32:
+        raise ShardError(f"shard {path}: CRC {zlib.crc32(image):08x}, announced {crc32:08x}.")
+    with _shard_errors(path), h5py.File(h5py.h5f.open_file_image(image)) as file:
+        return _group_refs(layout.read_all(file))
+
+
+@contextmanager
+def _shard_errors(path: Path) -> Iterator[None]:
+    """Name the file in what HDF5 or the layout says of it; let the file system's errors pass."""
+    try:
+        yield
+    except ShardError as error:
+        raise ShardError(f"shard {path}: {error}.") from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise ShardError(f"shard {path}: cannot be read: {error}.") from error
+    except (KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
+        raise ShardError(f"shard {path}: damaged: {type(error).__name__}: {error}.") from error
+
+
+def _ref(run: RunDir, path: Path, name: ShardName, groups: tuple[GroupRef, ...]) -> ShardRef:
+    return ShardRef(
+        path=str(path.relative_to(run.root)),
+        size_bytes=name.size_bytes,
+        crc32=name.crc32,
+        attempt=name.attempt,
+        engine_id=name.engine_id,
+        groups=groups,
+    )
+
+
+def _group_refs(columns: Columns) -> tuple[GroupRef, ...]:
+    episodes = columns["groups/episode_offsets"]
+    tokens = columns["episodes/token_offsets"]
+    n_prompt_tokens = np.diff(columns["groups/prompt_offsets"])
+    refs = []
+    for p, group_id in enumerate(columns["groups/group_id"].tolist()):
+        first, stop = int(episodes[p]), int(episodes[p + 1])
+        members = slice(first, stop)
+        trainable = columns["episodes/finish_reason"][members] != layout.ERROR_CODE
+        rewards = columns["episodes/reward"][members][trainable]
+        versions = columns["episodes/policy_version_min"][members]
+        refs.append(
+            GroupRef(
+                group_id=group_id,
+                n_tokens=int(n_prompt_tokens[p] + tokens[stop] - tokens[first]),
+                oldest_version=int(versions[versions >= 0].min()) if (versions >= 0).any() else -1,
+                newest_version=int(columns["episodes/policy_version_max"][members].max(initial=-1)),
+                zero_spread=len(np.unique(rewards)) <= 1,
+                n_trainable=int(trainable.sum()),
+            )
+        )
+    return tuple(refs)
