@@ -1,0 +1,264 @@
+"""From a YAML file and command-line overrides to a checked `Config`, and to its frozen copy in the run directory.
+
+Called on the login node, before anything is allocated. Promises that every problem that can be
+known there is reported at once, each with its file and line (or the option) and its dotted key;
+that a loaded configuration holds absolute paths only; and that a frozen one reads back equal. The
+rules that need more than one value are in `config_checks.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slurm_grpo import config_checks
+from slurm_grpo.config import Config
+from slurm_grpo.config_values import BadValue, YamlReader, convert, nearest, option_types
+from slurm_grpo.errors import ConfigError
+from slurm_grpo.fsio import write_durably
+
+_DATA_PATHS = ("model.path", "task.path", "task.eval_path", "task.scorer.module_dir")
+"""Relative to the configuration file when it names them, to the current directory when an option does."""
+_OTHER_PATHS = ("run.runs_dir", "cluster.python")
+"""Relative to the current directory wherever they come from."""
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^}]*))?\})")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One thing wrong, and where the user wrote it."""
+
+    where: str
+    """`file:line`, the option, or `default`."""
+    text: str
+    """Begins with the dotted key."""
+
+
+def load_config(path: Path, overrides: Sequence[str] = (), *, check: bool = True) -> Config:
+    """The configuration in `path`, changed by `overrides` (`["--trainer.optimizer.lr", "1e-5"]`), paths resolved.
+
+    Raises `ConfigError` listing every problem. `check=False` leaves out the rules of `check_config`
+    and thus everything that looks at other files.
+    """
+    reader = YamlReader(path.name if path.parent == Path(".") else str(path))
+    try:
+        cfg = reader.read(Config, path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"cannot read the configuration {path}: {reason}. Give the path of a YAML file."
+        ) from None
+    problems = [Problem(where=w, text=f"{key}: {t}" if key else t) for w, key, t in reader.problems]
+    bad_keys = {key for _, key, _ in reader.problems}
+
+    override_problems, flags = _diagnose(overrides), _flagged_keys(overrides)
+    if overrides and not override_problems:
+        try:
+            cfg = _apply(cfg, overrides)
+        except ConfigError as error:
+            override_problems.append(Problem(where="command line", text=str(error)))
+    problems += override_problems
+    bad_keys |= {flags_key for flags_key in flags if override_problems}
+
+    def where(key: str) -> str:
+        if key in flags:
+            return f"--{key}"
+        line = reader.lines.get(key)
+        return f"{reader.file}:{line}" if line is not None else f"{reader.file} (default)"
+
+    cfg, path_problems = _resolve_paths(cfg, path, flags)
+    problems += [Problem(where=where(key), text=f"{key}: {t}") for key, t in path_problems]
+    bad_keys |= {key for key, _ in path_problems}
+    if not cfg.run.name:
+        name = f"{path.stem}-seed{cfg.run.seed}-{datetime.now():%Y%m%d-%H%M%S}"
+        cfg = _with(cfg, "run.name", name)
+    if check:
+        for found in config_checks.check(cfg, skip=bad_keys):
+            problems.append(Problem(where=where(found.keys[0]), text=found.text))
+    if problems:
+        raise ConfigError(_report(path, problems))
+    return cfg
+
+
+def check_config(cfg: Config) -> list[str]:
+    """Every reason why this configuration cannot run, each beginning with its dotted key."""
+    return [found.text for found in config_checks.check(cfg)]
+
+
+def freeze_config(cfg: Config, path: Path) -> None:
+    """Write `cfg` as YAML, whole or not at all."""
+    write_durably(path, config_yaml(cfg).encode())
+
+
+def config_yaml(cfg: Config) -> str:
+    """`cfg` as YAML, every value spelled out, sections in the order of the schema."""
+    return yaml.safe_dump(_plain(cfg), sort_keys=False, allow_unicode=True, width=100)
+
+
+def read_frozen(path: Path) -> Config:
+    """The configuration of a run, as frozen at submission. Types are checked, nothing else."""
+    reader = YamlReader(str(path))
+    cfg = reader.read(Config, path.read_text(encoding="utf-8"))
+    if reader.problems:
+        raise ConfigError(
+            _report(path, [Problem(where=w, text=f"{key}: {t}") for w, key, t in reader.problems])
+        )
+    return cfg
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def get(cfg: Config, key: str) -> Any:
+    """The value under a dotted key."""
+    value: Any = cfg
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _with(section: Any, key: str, value: Any) -> Any:
+    """A copy of a (nested) dataclass with the value under a dotted key replaced."""
+    name, _, rest = key.partition(".")
+    if rest:
+        value = _with(getattr(section, name), rest, value)
+    return dataclasses.replace(section, **{name: value})
+
+
+def _report(path: Path, problems: list[Problem]) -> str:
+    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    lines = [f"{count} in the configuration {path}:"]
+    return "\n".join(lines + [f"  {p.where}: {p.text}" for p in problems])
+
+
+# -- overrides -------------------------------------------------------------------------------------
+
+
+def _apply(cfg: Config, overrides: Sequence[str]) -> Config:
+    """`cfg` changed by tyro's reading of the options."""
+    import tyro  # a plain submission does without it
+
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
+            return tyro.cli(Config, args=list(overrides), default=cfg, use_underscores=True)
+    except SystemExit:
+        words = re.sub(r"[\u2500-\u257f]+", " ", output.getvalue()).split()
+        raise ConfigError(" ".join(words)) from None
+
+
+def _chunks(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Options with their values: `--a.b 1 2` and `--a.b=1` both begin a chunk."""
+    chunks: list[tuple[str, list[str]]] = []
+    for word in overrides:
+        if word.startswith("--") and len(word) > 2:
+            option, equals, value = word.partition("=")
+            chunks.append((option, [value] if equals else []))
+        elif chunks:
+            chunks[-1][1].append(word)
+        else:
+            chunks.append(("", [word]))
+    return chunks
+
+
+def _key_of(option: str) -> tuple[str, bool]:
+    """The dotted key an option sets, and whether it is the `no_` form of a switch."""
+    key = option.removeprefix("--").replace("-", "_")
+    types = option_types(Config)
+    section, dot, name = key.rpartition(".")
+    plain = f"{section}{dot}{name.removeprefix('no_')}"
+    if key not in types and types.get(plain) is bool:
+        return plain, True
+    return key, False
+
+
+def _flagged_keys(overrides: Sequence[str]) -> set[str]:
+    return {_key_of(option)[0] for option, _ in _chunks(overrides) if option}
+
+
+def _diagnose(overrides: Sequence[str]) -> list[Problem]:
+    """What is wrong with each option; tyro stops at the first."""
+    problems = []
+    types = option_types(Config)
+    for option, values in _chunks(overrides):
+        key, _ = _key_of(option)
+        if not option:
+            text = f"expected an option such as --run.steps 40, not {values[0]!r}"
+        elif key not in types:
+            text = f"unknown option. {nearest(key, types, prefix='--')}"
+        elif types[key] is bool:
+            section, _, name = key.rpartition(".")
+            text = f"takes no value: write --{key} or --{section}.no_{name}" if values else ""
+        else:
+            try:
+                convert(types[key], values, from_option=True)
+                text = ""
+            except BadValue as error:
+                text = str(error)
+        if text:
+            problems.append(Problem(where=option or "command line", text=text))
+    return problems
+
+
+# -- paths -----------------------------------------------------------------------------------------
+
+
+def _resolve_paths(
+    cfg: Config, file: Path, flags: set[str]
+) -> tuple[Config, list[tuple[str, str]]]:
+    """`cfg` with absolute paths, and (key, problem) for those that name an unset variable."""
+    problems = []
+    here = Path.cwd()
+    if cfg.task.scorer.module_dir is None and ":" in cfg.task.scorer.name:
+        directory = _module_dir(cfg.task.scorer.name, (file.absolute().parent, here))
+        cfg = _with(cfg, "task.scorer.module_dir", directory)
+    for key in (*_DATA_PATHS, *_OTHER_PATHS):
+        value = get(cfg, key)
+        if not value or (key == "cluster.python" and "/" not in value):
+            continue
+        base = file.absolute().parent if key in _DATA_PATHS and key not in flags else here
+        try:
+            cfg = _with(cfg, key, os.path.normpath(base / _expand(value)))
+        except KeyError as error:
+            problems.append(
+                (
+                    key,
+                    f"{value!r} names the environment variable {error.args[0]}, which is not set. "
+                    f"Set it, or write ${{{error.args[0]}:-some/default}}.",
+                )
+            )
+    return cfg, problems
+
+
+def _expand(text: str) -> str:
+    """`$VAR`, `${VAR}`, `${VAR:-default}` and a leading `~`; KeyError names a variable without a value."""
+
+    def value(match: re.Match[str]) -> str:
+        name, default = match[1] or match[2], match[3]
+        found = os.environ.get(name) or default
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    return os.path.expanduser(_VARIABLE.sub(value, text))
+
+
+def _module_dir(scorer: str, candidates: Sequence[Path]) -> str | None:
+    """The first directory that holds the scorer's top-level module, if one does (else it is an installed one)."""
+    top = scorer.partition(":")[0].partition(".")[0]
+    for directory in candidates:
+        if (directory / f"{top}.py").is_file() or (directory / top).is_dir():
+            return str(directory)
+    return None

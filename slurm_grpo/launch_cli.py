@@ -1,0 +1,191 @@
+"""What `launch/submit.py` does: arguments to a checked configuration, a run directory and a supervisor.
+
+Runs on the login node, in well under a second up to the supervisor. Promises that nothing is made
+or started while anything is wrong, and that an existing run is continued or left alone, never
+overwritten. Knows nothing about how the run proceeds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_grpo import config_io
+from slurm_grpo.config import Config
+from slurm_grpo.errors import ConfigError, SlurmGrpoError
+from slurm_grpo.rundir import RunDir
+
+_USAGE = """\
+python launch/submit.py CONFIG.yaml [--section.option VALUE ...] [--dry-run]
+       python launch/submit.py --resume RUN_DIR [--run.steps N] [--dry-run]
+       python launch/submit.py [CONFIG.yaml] --help"""
+_DESCRIPTION = """\
+Start a run, or continue one with --resume. CONFIG.yaml sets the options below; those given here win.
+--dry-run checks everything, prints the resolved configuration and what would start, and ends.
+Without CONFIG.yaml the defaults below are the package's, with it the file's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arguments:
+    """The command line, taken apart."""
+
+    config: Path | None
+    resume: Path | None
+    overrides: list[str]
+    dry_run: bool
+    help: bool
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what `argv` (without the program's name) asks for; the exit code."""
+    try:
+        arguments = parse(argv)
+        if arguments.help:
+            return _print_help(arguments.config)
+        if arguments.resume is not None:
+            run, cfg = _resumed(arguments.resume, arguments.overrides)
+        else:
+            if arguments.config is None:
+                raise ConfigError(f"no configuration given.\nusage: {_USAGE}")
+            cfg = config_io.load_config(arguments.config, arguments.overrides)
+            run = RunDir(Path(cfg.run.runs_dir) / cfg.run.name)
+            _refuse_existing(run)
+        if arguments.dry_run:
+            sys.stdout.write(describe(run, cfg))
+            return 0
+        run.create()
+        config_io.freeze_config(cfg, run.config)
+        # Here, since a configuration error should not wait for its imports.
+        from slurm_grpo.supervisor import run_supervisor
+
+        return run_supervisor(run, cfg)
+    except SlurmGrpoError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """Split the command line; options of the configuration are passed on as they are."""
+    config, resume, overrides = None, None, []
+    dry_run = show_help = False
+    words = iter(argv)
+    for word in words:
+        if word in ("-h", "--help"):
+            show_help = True
+        elif word in ("--dry-run", "--dry_run"):
+            dry_run = True
+        elif word == "--resume" or word.startswith("--resume="):
+            value = word.partition("=")[2] or next(words, "")
+            if not value or value.startswith("--"):
+                raise ConfigError("--resume: expected a run directory, such as runs/my-run.")
+            resume = Path(value)
+        elif config is None and not overrides and not word.startswith("-"):
+            config = Path(word)
+        else:
+            overrides.append(word)
+    if config is not None and resume is not None:
+        raise ConfigError(
+            f"{config}: not used with --resume, since {resume} holds the run's own configuration. "
+            "Leave one of them out."
+        )
+    return Arguments(
+        config=config, resume=resume, overrides=overrides, dry_run=dry_run, help=show_help
+    )
+
+
+def describe(run: RunDir, cfg: Config) -> str:
+    """The resolved configuration, and what would be started."""
+    resume = f", attempt {max(numbers) + 1}" if (numbers := run.attempt_numbers()) else ""
+    python = cfg.cluster.python or sys.executable
+    generator, trainer = cfg.generator, cfg.trainer
+    lines = [
+        config_io.config_yaml(cfg),
+        "# Would start, on this machine:",
+        f"#   supervisor          in the foreground{resume}",
+        *(
+            f"#   {f'engine-{i}':<18}  {python} -m slurm_grpo.generator.role, "
+            f"{generator.threads} threads, tensor parallel {generator.engine.tensor_parallel}"
+            for i in range(generator.n_engines)
+        ),
+        *(
+            f"#   {f'trainer-{i}':<18}  {python} -m slurm_grpo.trainer.role, {trainer.threads} threads"
+            for i in range(trainer.n_ranks)
+        ),
+        f"# Run directory: {run.root}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _refuse_existing(run: RunDir) -> None:
+    numbers = run.attempt_numbers()
+    if not numbers:
+        return
+    _refuse_live(run)
+    raise ConfigError(
+        f"run.name: {run.root} holds a run already ({len(numbers)} attempt"
+        f"{'s' if len(numbers) > 1 else ''}). Continue it with --resume {run.root}, or choose "
+        "another --run.name."
+    )
+
+
+def _refuse_live(run: RunDir) -> None:
+    """Raise, naming it, if a supervisor is at work there. The supervisor looks again when it starts."""
+    from slurm_grpo.attempt import RunLock
+
+    lock = RunLock(run)
+    lock.acquire()
+    lock.release()
+
+
+def _resumed(root: Path, overrides: Sequence[str]) -> tuple[RunDir, Config]:
+    """The run in `root` with its frozen configuration; only its length may be changed."""
+    run = RunDir(root.absolute())
+    if not run.config.is_file():
+        raise ConfigError(
+            f"--resume: {root} is no run directory (no config.yaml in it). Give a directory that a "
+            "run has made, such as runs/my-run."
+        )
+    _refuse_live(run)
+    strangers = [w for w in overrides if w.startswith("-") and w.partition("=")[0] != "--run.steps"]
+    if strangers:
+        raise ConfigError(
+            f"{strangers[0]}: a resumed run keeps its configuration; only --run.steps can be changed. "
+            "Start a new run for anything else."
+        )
+    cfg = config_io.load_config(run.config, overrides)
+    if _steps_done(run) >= cfg.run.steps:
+        raise ConfigError(
+            f"--resume: {root} has finished its {cfg.run.steps} steps. Pass --run.steps with a larger "
+            "number to train on."
+        )
+    return run, cfg
+
+
+def _steps_done(run: RunDir) -> int:
+    """Steps of a run that came to its end; 0 for one that did not."""
+    try:
+        summary = json.loads(run.summary.read_text())
+    except (FileNotFoundError, ValueError):
+        return 0
+    return int(summary.get("steps") or 0) if summary.get("status") == "done" else 0
+
+
+def _print_help(config: Path | None) -> int:
+    import tyro
+
+    cfg = Config() if config is None else config_io.load_config(config, check=False)
+    try:
+        tyro.cli(
+            Config,
+            prog=_USAGE,
+            description=_DESCRIPTION,
+            args=["--help"],
+            default=cfg,
+            use_underscores=True,
+        )
+    except SystemExit:
+        return 0
+    return 1
