@@ -1,0 +1,103 @@
+"""The environment a role process starts with: what the package tells it, less what a surrounding
+job left behind.
+
+Pure: takes the supervisor's environment, returns a new one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from slurm_grpo.config import Config
+from slurm_grpo.rundir import RunDir
+from slurm_grpo.versions import PACKAGE_ROOT
+
+# A surrounding Slurm step, mpirun or torchrun would make libraries in the role join the wrong
+# party.
+_LEFTOVER_PREFIXES = (
+    "SLURM_",
+    "SBATCH_",
+    "SRUN_",
+    "PMI_",
+    "PMIX_",
+    "OMPI_",
+    "TORCHELASTIC_",
+    "MASTER_",
+)
+_LEFTOVERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "WANDB_SERVICE",
+    "WANDB_RUN_ID",
+    "MKL_NUM_THREADS",
+)
+_KEPT = ("SLURM_CONF",)
+
+
+def role_environment(
+    base: Mapping[str, str],
+    cfg: Config,
+    run: RunDir,
+    *,
+    attempt: int,
+    peer: str,
+    incarnation: int,
+    control: str,
+) -> dict[str, str]:
+    """Environment of the process `peer`; `control` is the control plane's address, `base` the
+    supervisor's own."""
+    env = {
+        name: value
+        for name, value in base.items()
+        if name in _KEPT or not (name.startswith(_LEFTOVER_PREFIXES) or name in _LEFTOVERS)
+    }
+    role, _, index = peer.rpartition("-")
+    threads = cfg.trainer.threads if role == "trainer" else cfg.generator.threads
+    python_path = [str(PACKAGE_ROOT), *filter(None, [env.get("PYTHONPATH")])]
+    env |= {
+        "SLURM_GRPO_RUN_DIR": str(run.root.resolve()),
+        "SLURM_GRPO_ATTEMPT": str(attempt),
+        "SLURM_GRPO_PEER": peer,
+        "SLURM_GRPO_INCARNATION": str(incarnation),
+        "SLURM_GRPO_CONTROL": control,
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(python_path),
+        "PYTHONUNBUFFERED": "1",  # a killed role must not take its last words along
+        "HDF5_USE_FILE_LOCKING": "FALSE",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if role == "trainer":
+        env |= {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": str(cfg.trainer.n_ranks)}
+    if gpus := assign_gpus(visible_gpus(base), cfg, peer):
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return env
+
+
+def visible_gpus(env: Mapping[str, str]) -> list[str]:
+    """Ids of this machine's GPUs that the supervisor may use, without loading CUDA."""
+    allowed = env.get("CUDA_VISIBLE_DEVICES")
+    if allowed is not None:
+        return [gpu for gpu in allowed.split(",") if gpu]
+    devices = Path("/dev").glob("nvidia[0-9]*")
+    return sorted((path.name.removeprefix("nvidia") for path in devices), key=int)
+
+
+def assign_gpus(gpus: list[str], cfg: Config, peer: str) -> list[str]:
+    """The GPUs `peer` sees: an engine its own, a trainer rank all of the trainers' (NCCL needs
+    that).
+
+    On a machine with fewer GPUs than processes everybody sees all of them.
+    """
+    width, n_engines = cfg.generator.engine.tensor_parallel, cfg.generator.n_engines
+    if len(gpus) < width * n_engines + cfg.trainer.n_ranks:
+        return gpus
+    role, _, index = peer.rpartition("-")
+    if role == "trainer":
+        return gpus[width * n_engines :]
+    return gpus[width * int(index) : width * (int(index) + 1)]

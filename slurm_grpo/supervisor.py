@@ -1,0 +1,454 @@
+"""The supervisor: one process per attempt that starts the roles, watches them, restarts engines and
+ends everything.
+
+It waits in one place, for a signal (a child's end is one) or a quarter of a second. Roles talk to
+the scheduler through the control plane, which it hosts; it looks there for a finish, a failure, or
+peers that went silent. It imports neither torch nor vLLM, and never touches episodes or weights.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from slurm_grpo import proctree
+from slurm_grpo.analysis.plots import plot_reward
+from slurm_grpo.attempt import AttemptRecord, RunLock, take_attempt
+from slurm_grpo.config import Config
+from slurm_grpo.control.messages import LEADER
+from slurm_grpo.control.scheduler import Scheduler
+from slurm_grpo.control.server import ControlServer
+from slurm_grpo.display import Display, RunState, make_display, show_end
+from slurm_grpo.errors import ConfigError, ExitCode
+from slurm_grpo.fsio import write_durably
+from slurm_grpo.rundir import RunDir
+from slurm_grpo.slurm.environment import role_environment
+from slurm_grpo.slurm.signals import SignalInbox
+from slurm_grpo.slurm.steps import LocalLauncher, Step, StepLauncher, StepSpec
+from slurm_grpo.summary import Status, write_summary
+from slurm_grpo.versions import role_versions
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.25
+FINISH_S = 60.0
+"""Seconds the roles have to leave by themselves once the run is finished."""
+FAILURE_EXIT_S = 10.0
+"""Seconds a trainer rank may take to exit after it reported its failure."""
+MAX_END_S = 8.0
+"""Whatever `cluster.stop_grace_s` says, everything is killed this long after a stop."""
+_PSS_EVERY_S = 3.0
+_TAIL_LINES = 60
+_ROLE_MODULES = {"engine": "slurm_grpo.generator.role", "trainer": "slurm_grpo.trainer.role"}
+_EXIT_MEANINGS = {
+    ExitCode.OK: "before the run was finished",
+    ExitCode.FAILURE: "an unexpected exception",
+    ExitCode.CONFIG: "the configuration cannot be used",
+    ExitCode.NON_FINITE: "a loss or gradient is not finite",
+    ExitCode.SCORER: "too many scorer errors",
+    ExitCode.INFRASTRUCTURE: "a deadline passed or the file system refused",
+    ExitCode.STOPPED: "told to stop",
+}
+_FATAL_FOR_ENGINES = (ExitCode.CONFIG, ExitCode.NON_FINITE, ExitCode.SCORER)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How an attempt ends."""
+
+    status: Status
+    exit_code: int
+    error: str | None = None
+    log: Path | None = None
+    """The log whose end explains a failure."""
+
+
+def run_supervisor(
+    run: RunDir,
+    cfg: Config,
+    *,
+    console: Console | None = None,
+    launcher: StepLauncher | None = None,
+    role_modules: dict[str, str] | None = None,
+) -> int:
+    """Run the next attempt of `run` to its end and return the exit code (128 + signal when
+    interrupted).
+
+    Call from the main thread. Raises ConfigError when another live supervisor has the run
+    directory. `role_modules` replaces the modules behind `engine` and `trainer`.
+    """
+    run.create()
+    lock = RunLock(run)
+    lock.acquire()
+    try:
+        supervisor = Supervisor(
+            run,
+            cfg,
+            lock,
+            console=console or Console(),
+            launcher=launcher or LocalLauncher(),
+            role_modules=role_modules or _ROLE_MODULES,
+        )
+        return supervisor.run_attempt()
+    finally:
+        lock.release()
+
+
+class Supervisor:
+    """State of one attempt; `run_attempt` is the table of contents."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        cfg: Config,
+        lock: RunLock,
+        *,
+        console: Console,
+        launcher: StepLauncher,
+        role_modules: dict[str, str],
+    ) -> None:
+        self._run = run
+        self._cfg = cfg
+        self._lock = lock
+        self._console = console
+        self._launcher = launcher
+        self._role_modules = role_modules
+        self._python = cfg.cluster.python or sys.executable
+        self._number = take_attempt(run)
+        self._attempt = run.attempt(self._number)
+        self._record = AttemptRecord(self._attempt)
+        self._scheduler = Scheduler(cfg)
+        self._steps: dict[str, Step] = {}
+        """Running processes by peer name."""
+        self._incarnations: dict[str, int] = {}
+        self._restart_at: dict[str, float] = {}
+        self._overdue: dict[str, str] = {}
+        """Why a peer was killed, until its end is seen."""
+        self._failure_seen: float | None = None
+        self._peak_pss_bytes = 0
+        self._next_pss = 0.0
+        self._signals = SignalInbox(self._kill_all)
+        self._server: ControlServer
+        self._display: Display
+
+    def run_attempt(self) -> int:
+        handler = self._open_log()
+        try:
+            with self._signals:
+                outcome = self._supervise()
+                self._record.renew(peak_pss_bytes=self._peak_pss_bytes, status=outcome.status)
+                self._report(outcome)
+                return outcome.exit_code
+        finally:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+
+    def _supervise(self) -> Outcome:
+        """Start, watch and end the roles. No process is left when it returns or raises."""
+        self._server = ControlServer(self._scheduler, self._attempt, "127.0.0.1")
+        self._display = make_display(self._run, self._cfg, self._console)
+        outcome = Outcome(status="failed", exit_code=ExitCode.FAILURE, error="supervisor error")
+        try:
+            self._record_versions()
+            self._start_all()
+            outcome = self._watch()
+            return outcome
+        finally:
+            self._end_all(outcome)
+            self._server.close()
+            self._display.close()
+
+    def _record_versions(self) -> None:
+        try:
+            versions = role_versions(self._python)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise ConfigError(
+                f"cluster.python: {self._python} cannot run slurm_grpo ({error}). "
+                "Name the interpreter of an environment with the package's dependencies."
+            ) from error
+        write_durably(self._attempt.versions, json.dumps(versions, indent=2).encode())
+
+    # Starting
+
+    def _start_all(self) -> None:
+        for rank in range(self._cfg.trainer.n_ranks):
+            self._start(f"trainer-{rank}")
+        for engine in range(self._cfg.generator.n_engines):
+            self._start(f"engine-{engine}")
+
+    def _start(self, peer: str) -> None:
+        role, index = _split(peer)
+        incarnation = self._incarnations.get(peer, -1) + 1
+        self._incarnations[peer] = incarnation
+        with self._server.locked() as scheduler:
+            if role == "engine":
+                scheduler.engine_starting(index, incarnation, time.monotonic())
+            else:
+                scheduler.trainer_starting(index, time.monotonic())
+        spec = StepSpec(
+            peer=peer,
+            argv=(self._python, "-m", self._role_modules[role]),
+            env=role_environment(
+                os.environ,
+                self._cfg,
+                self._run,
+                attempt=self._number,
+                peer=peer,
+                incarnation=incarnation,
+                control=self._server.address,
+            ),
+            log=self._attempt.log(peer),
+            exit_file=self._attempt.exit_code(peer),
+        )
+        self._steps[peer] = self._launcher.start(spec)
+        log.info("started %s, incarnation %d, pid %d", peer, incarnation, self._steps[peer].pid)
+
+    # Watching
+
+    def _watch(self) -> Outcome:
+        """Until the run is over, one way or another."""
+        while True:
+            self._signals.wait(POLL_S)
+            now = time.monotonic()
+            outcome = self._on_signals() or self._on_exits(now) or self._on_scheduler(now)
+            if outcome is not None:
+                return outcome
+            for peer in [p for p, due in self._restart_at.items() if due <= now]:
+                del self._restart_at[peer]
+                self._start(peer)
+            self._measure(now)
+            self._display.update(self._state(now))
+
+    def _on_signals(self) -> Outcome | None:
+        number = self._signals.stop_signal
+        if number is not None:
+            name = signal.Signals(number).name
+            return Outcome(
+                status="interrupted", exit_code=128 + number, error=f"interrupted by {name}"
+            )
+        if self._signals.boundary_stop:
+            self._signals.boundary_stop = False
+            self._note("asked to stop: saving a checkpoint at the next step boundary")
+            with self._server.locked() as scheduler:
+                scheduler.request_boundary_stop()
+        return None
+
+    def _on_exits(self, now: float) -> Outcome | None:
+        codes = self._reap()
+        if not codes:
+            return None
+        with self._server.locked() as scheduler:
+            finished = scheduler.finished
+            for peer in codes:
+                role, index = _split(peer)
+                if role == "engine":
+                    scheduler.engine_exited(index, now)
+                else:
+                    scheduler.trainer_exited(index, now)
+        if finished is not None:
+            return None
+        trainers = {peer: code for peer, code in codes.items() if peer.startswith("trainer-")}
+        if trainers:
+            peer = min(trainers, key=lambda peer: (_suspicion(trainers[peer]), peer))
+            return self._failed(peer, trainers[peer])
+        for peer, code in codes.items():
+            if outcome := self._on_engine_exit(peer, code, now):
+                return outcome
+        return None
+
+    def _on_engine_exit(self, peer: str, code: int, now: float) -> Outcome | None:
+        n_restarts = self._incarnations[peer]
+        if code in _FATAL_FOR_ENGINES:
+            return self._failed(peer, code)
+        if n_restarts >= self._cfg.generator.max_restarts:
+            return self._failed(
+                peer, code, f" after {n_restarts} restarts (generator.max_restarts)"
+            )
+        self._overdue.pop(peer, None)
+        pause_s = self._cfg.generator.restart_backoff_s * 2**n_restarts
+        self._restart_at[peer] = now + pause_s
+        self._note(
+            f"{peer} ended ({_describe(code)}); restart {n_restarts + 1} of "
+            f"{self._cfg.generator.max_restarts} in {pause_s:.0f} s; log: {self._attempt.log(peer)}"
+        )
+        return None
+
+    def _on_scheduler(self, now: float) -> Outcome | None:
+        with self._server.locked() as scheduler:
+            scheduler.tick(now)
+            finished, failure = scheduler.finished, scheduler.failure
+            overdue = {} if finished else scheduler.overdue_peers(now)
+        for peer, reason in overdue.items():
+            if peer in self._steps and peer not in self._overdue:
+                self._overdue[peer] = reason
+                self._note(f"killing {reason}")
+                self._steps[peer].kill()
+        if finished is not None:
+            return self._finish(finished)
+        if failure is None:
+            return None
+        # A trainer rank that reports a failure is about to exit, and its exit code says more.
+        self._failure_seen = self._failure_seen or now
+        if now - self._failure_seen < FAILURE_EXIT_S:
+            return None
+        rank = failure.partition(":")[0]
+        return Outcome(
+            status="failed",
+            exit_code=ExitCode.FAILURE,
+            error=failure,
+            log=self._attempt.log(rank),
+        )
+
+    def _finish(self, status: str) -> Outcome:
+        """The trainer is through: the roles leave by themselves, and only so long are they waited
+        for."""
+        deadline = time.monotonic() + FINISH_S
+        while self._steps and time.monotonic() < deadline and self._signals.stop_signal is None:
+            self._signals.wait(POLL_S)
+            for peer, code in self._reap().items():
+                if code != ExitCode.OK:
+                    log.warning("%s ended after the run was finished: %s", peer, _describe(code))
+        if status == "stopped":
+            return Outcome(status="stopped", exit_code=ExitCode.STOPPED)
+        return Outcome(status="done", exit_code=ExitCode.OK)
+
+    def _failed(self, peer: str, code: int, more: str = "") -> Outcome:
+        why = self._overdue.get(peer) or f"{peer} ended: {_describe(code)}{more}."
+        known = code in _EXIT_MEANINGS and code not in (ExitCode.OK, ExitCode.STOPPED)
+        exit_code = code if known else ExitCode.INFRASTRUCTURE if code < 0 else ExitCode.FAILURE
+        return Outcome(status="failed", exit_code=exit_code, error=why, log=self._attempt.log(peer))
+
+    def _reap(self) -> dict[str, int]:
+        """Exit codes of the processes that ended since the last look."""
+        codes = {}
+        for peer, step in list(self._steps.items()):
+            code = step.poll()
+            if code is not None:
+                del self._steps[peer]
+                codes[peer] = code
+                log.info("%s ended: %s", peer, _describe(code))
+        return codes
+
+    def _measure(self, now: float) -> None:
+        self._lock.renew()
+        self._record.renew(peak_pss_bytes=self._peak_pss_bytes)
+        if now < self._next_pss:
+            return
+        pss = proctree.pss_bytes(proctree.descendants(os.getpid()))
+        self._peak_pss_bytes = max(self._peak_pss_bytes, pss)
+        # The kernel walks page tables for it: large processes are looked at less often.
+        self._next_pss = now + max(_PSS_EVERY_S, 300 * (time.monotonic() - now))
+
+    def _state(self, now: float) -> RunState:
+        with self._server.locked() as scheduler:
+            phase = scheduler.progress.get("phase")
+            cards = scheduler.view(LEADER)["engines"]
+        words = {}
+        for peer, card in cards.items():
+            version = card["version"]
+            words[peer] = card["state"] if version is None else f"version {version}"
+            if peer in self._restart_at:
+                words[peer] = f"restarts in {max(0.0, self._restart_at[peer] - now):.0f} s"
+        return RunState(phase=phase or "starting processes", peers=words)
+
+    # Ending
+
+    def _end_all(self, outcome: Outcome) -> None:
+        """Ask the roles to leave, then make them."""
+        if not self._steps:
+            return
+        with self._server.locked() as scheduler:
+            scheduler.request_stop(outcome.error or "the run is finished", time.monotonic())
+        grace_s = min(self._cfg.cluster.stop_grace_s, MAX_END_S)
+        started, terminated = time.monotonic(), False
+        while self._steps and (waited := time.monotonic() - started) < grace_s:
+            if not terminated and waited > grace_s / 2:
+                terminated = True
+                for step in self._steps.values():
+                    step.terminate()
+            self._signals.wait(0.1)
+            self._reap()
+        self._kill_all()
+        while self._steps:
+            self._signals.wait(0.05)
+            self._reap()
+
+    def _kill_all(self) -> None:
+        for step in list(self._steps.values()):
+            step.kill()
+
+    def _report(self, outcome: Outcome) -> None:
+        """The summary on disk and the last words on the screen; a failure's log comes last."""
+        summary = write_summary(self._run, self._cfg, status=outcome.status, error=outcome.error)
+        show_end(self._run, summary, self._console, picture=self._draw())
+        if outcome.error is None:
+            return
+        self._print(f"\n{outcome.status}: {outcome.error}")
+        if outcome.log is not None:
+            self._print(f"The end of {outcome.log}:\n{last_words(outcome.log)}")
+
+    def _draw(self) -> str:
+        path = self._run.root / "reward.png"
+        try:
+            plot_reward(self._run, path)
+        except ModuleNotFoundError as error:
+            return f"needs {error.name}: pip install matplotlib"
+        return str(path)
+
+    def _note(self, text: str) -> None:
+        log.warning("%s", text)
+        self._display.note(text)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _open_log(self) -> logging.Handler:
+        handler = logging.FileHandler(self._attempt.log("supervisor"))
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        root = logging.getLogger()
+        root.addHandler(handler)
+        root.setLevel(logging.INFO)
+        return handler
+
+
+def last_words(path: Path) -> str:
+    """The last traceback in a log, or its last lines if there is none."""
+    try:
+        lines = path.read_text(errors="replace").rstrip().splitlines()
+    except FileNotFoundError:
+        return "(there is no such file)"
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
+    start = starts[-1] if starts else len(lines) - _TAIL_LINES // 3
+    return "\n".join(lines[max(start, len(lines) - _TAIL_LINES, 0) :])
+
+
+def _split(peer: str) -> tuple[str, int]:
+    role, _, index = peer.rpartition("-")
+    return role, int(index)
+
+
+def _describe(code: int) -> str:
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}, {_EXIT_MEANINGS.get(code, 'unknown')}"
+
+
+def _suspicion(code: int) -> int:
+    """Orders trainer ranks that were seen dead together: the one whose exit names a cause comes
+    first.
+
+    When one rank dies, the others soon fail in a collective, as infrastructure errors or plain
+    exceptions.
+    """
+    if code < 0 or code in _FATAL_FOR_ENGINES:
+        return 0
+    return 2 if code in (ExitCode.INFRASTRUCTURE, ExitCode.OK) else 1
