@@ -1,0 +1,243 @@
+"""The policy group: the sending trainer rank and every engine worker, the only bridge between the
+two sides.
+
+A gloo (CPU) or NCCL (GPU) process group built directly over a TCPStore prefix; it neither needs nor
+touches the default group, which belongs to torchtitan or to vLLM. A group lives for one *epoch*:
+after any failure it is abandoned and the survivors form the next one. Every operation ends at our
+own deadline. Knows nothing about weights.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slurm_grpo.errors import DeadlineExceeded, SlurmGrpoError, SyncError
+
+
+def host_address() -> str:
+    """This host's address towards other hosts; loopback when there is no route to any.
+
+    The numeric address, since a host name may resolve to loopback.
+    """
+    for family, probe in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            try:
+                sock.connect((probe, 9))  # sends nothing: it only asks for the route
+            except OSError:
+                continue
+            return str(sock.getsockname()[0])
+    return "127.0.0.1"
+
+
+def make_store(host: str) -> tuple[dist.TCPStore, str]:
+    """Serve a TCPStore on a free port of this host; returns it (keep it alive) and its `host:port`.
+    """
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return store, f"{host}:{store.port}"
+
+
+class PolicyGroup:
+    """One epoch's process group. Rank 0 is the sender.
+
+    Construction is collective: it returns once all `world_size` members have come, or raises. An
+    epoch number is never used twice on a store.
+    """
+
+    def __init__(
+        self,
+        store_address: str,
+        epoch: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        self.store_address = store_address
+        self.epoch = epoch
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.timeout_s = timeout_s
+        self._pending: list[Broadcast] = []
+        self._closed = False
+        host, port = store_address.rsplit(":", 1)
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            store = dist.TCPStore(
+                host, int(port), is_master=False, wait_for_workers=False, timeout=timeout
+            )
+            prefix = dist.PrefixStore(f"epoch{epoch}", store)
+            build = _build_nccl if device.type == "cuda" else _build_gloo
+            self._group: Any = build(prefix, rank, world_size, timeout)
+        except RuntimeError as error:
+            raise self._failure(f"forming it over the store at {store_address}", error) from error
+
+    def broadcast(self, tensor: Tensor, root: int = 0, *, deadline: float | None = None) -> None:
+        """Send `tensor` (root) or overwrite it (others); blocks until done, at most until the
+        deadline.
+        """
+        self.start_broadcast(tensor, root, deadline=deadline).wait()
+
+    def start_broadcast(
+        self, tensor: Tensor, root: int = 0, *, deadline: float | None = None
+    ) -> Broadcast:
+        """Like `broadcast`, without waiting: leave the tensor alone until the result's `wait` has
+        returned.
+
+        `deadline` is on `time.monotonic`'s clock; without one the operation may take `timeout_s`.
+        """
+        if self._closed:
+            raise SyncError(f"{self}: already abandoned. Form the next epoch.")
+        remaining_s = self.timeout_s if deadline is None else deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise DeadlineExceeded(
+                f"{self}: the transfer's deadline passed before a broadcast began."
+            )
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.timeout = timedelta(seconds=remaining_s)
+        watcher = _watch(self._group, remaining_s) if self.device.type == "cuda" else None
+        try:
+            work = self._group.broadcast([tensor], options)
+        except RuntimeError as error:
+            raise self._failure("starting a broadcast", error) from error
+        broadcast = Broadcast(self, work, tensor, watcher, remaining_s)
+        self._pending.append(broadcast)
+        return broadcast
+
+    def abandon(self) -> None:
+        """Leave the group at once, whatever state it is in; never blocks.
+
+        gloo cannot cancel a pending operation, so group and operations are handed to a daemon
+        thread that sees them to their end. A process with one pending leaves by `os._exit`.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        group, self._group = self._group, None
+        pending, self._pending = self._pending, []
+        threading.Thread(
+            target=_bury, args=(group, pending), daemon=True, name="policy-group-burial"
+        ).start()
+
+    def _finished(self, broadcast: Broadcast) -> None:
+        if broadcast in self._pending:
+            self._pending.remove(broadcast)
+
+    def _failure(
+        self, doing: str, error: RuntimeError, limit_s: float | None = None
+    ) -> SlurmGrpoError:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        limit_s = self.timeout_s if limit_s is None else limit_s
+        text = f"{self}: {doing} failed (deadline {limit_s:.0f} s): {reason}"
+        kind = (
+            DeadlineExceeded
+            if "timed out" in reason.lower() or "timeout" in reason.lower()
+            else SyncError
+        )
+        return kind(f"{text}. A member may have died; the next epoch is formed without it.")
+
+    def __str__(self) -> str:
+        return f"policy group epoch {self.epoch}, rank {self.rank} of {self.world_size}"
+
+
+class Broadcast:
+    """An operation under way."""
+
+    def __init__(
+        self,
+        group: PolicyGroup,
+        work: Any,
+        tensor: Tensor,
+        watcher: threading.Timer | None,
+        limit_s: float,
+    ) -> None:
+        self._group = group
+        self._work = work
+        self._tensor = tensor
+        self._watcher = watcher
+        self._limit_s = limit_s
+
+    def wait(self) -> None:
+        """Block until the operation is done; raises SyncError or DeadlineExceeded."""
+        try:
+            self._work.wait()
+            if self._watcher is not None:
+                # NCCL's wait only orders streams; the bytes are there, or the abort is seen, after this.
+                torch.cuda.current_stream(self._tensor.device).synchronize()
+        except RuntimeError as error:
+            raise self._group._failure("a broadcast", error, self._limit_s) from error
+        finally:
+            aborted = self._watcher is not None and self._watcher.finished.is_set()
+            if self._watcher is not None:
+                self._watcher.cancel()
+            self._group._finished(self)
+        if aborted:
+            raise DeadlineExceeded(
+                f"{self._group}: a broadcast was aborted at its deadline, {self._limit_s:.0f} s."
+            )
+
+    def bury(self) -> None:
+        """See the operation to its end, however it ends."""
+        try:
+            self._work.wait()
+        except RuntimeError:
+            return
+
+
+def _build_gloo(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    # By address: a host name may resolve to loopback, and the group would bind there.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host_address())]
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
+def _build_nccl(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    with _environment(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
+    ):  # else a failure tears the whole process down
+        return nccl(store, rank, world_size, options)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _watch(group: Any, limit_s: float) -> threading.Timer:
+    """Abort an NCCL group at our deadline; cancelled by the operation's `wait`."""
+    timer = threading.Timer(limit_s, group.abort)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _bury(group: Any, pending: list[Broadcast]) -> None:
+    if hasattr(dist, "ProcessGroupNCCL") and isinstance(group, dist.ProcessGroupNCCL):
+        group.abort()  # `shutdown` would hang on a broken group
+        return
+    for broadcast in pending:
+        broadcast.bury()
