@@ -1,0 +1,227 @@
+"""Which engine generates which group, and which announced groups the trainer has not used yet.
+Pure.
+
+The scheduler says which engines may be given work and with which installed version; this keeps the
+ids. A group is in exactly one place: in a pool (nobody's), owned by an engine, announced in a
+shard, or done (trained on or dropped).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from slurm_grpo.config import Config
+from slurm_grpo.control.messages import MessageError
+
+
+class _Pool:
+    """Ids waiting for an engine, lowest first: those given back, then `cursor`, `cursor + stride`,
+    ...
+    """
+
+    def __init__(self, cursor: int, stride: int) -> None:
+        self.cursor = cursor
+        self.stride = stride
+        self.returned: list[int] = []
+
+    def take(self) -> int:
+        if self.returned and self.returned[0] < self.cursor:
+            return heapq.heappop(self.returned)
+        self.cursor += self.stride
+        return self.cursor - self.stride
+
+
+class Assignment:
+    """Group ids from pool to engine to shard to done.
+
+    In strict mode every engine has a pool of its own (the ids congruent to it), so that a group
+    never moves; otherwise one pool serves all. `g < groups_per_step * (v + 1 + max_staleness) +
+    n_dropped` bounds what version v may take.
+    """
+
+    def __init__(self, cfg: Config) -> None:
+        algorithm, generator = cfg.algorithm, cfg.generator
+        self._strict = cfg.strict_mode
+        self._groups_per_step = algorithm.groups_per_step
+        self._max_staleness = algorithm.max_staleness
+        self._steps = cfg.run.steps
+        self._n_engines = generator.n_engines
+        self._capacity = max(1, generator.engine.max_num_seqs // algorithm.group_size) + 1
+        self._n_dropped = 0
+        self._pools: list[_Pool] = []  # empty until begin
+        self._owner: dict[int, int] = {}
+        self._outstanding: list[set[int]] = [set() for _ in range(self._n_engines)]
+        self._shard_of: dict[int, str] = {}  # announced group -> path
+        self._shards: dict[str, dict[str, Any]] = {}  # path -> ShardRef JSON, wanted groups only
+        self._done_below = 0
+        self._done: set[int] = set()  # at or above _done_below
+
+    def begin(
+        self,
+        next_group: int,
+        n_dropped: int,
+        consumed: Iterable[int],
+        available: Iterable[dict[str, Any]],
+    ) -> None:
+        """Start the cursor: every id below `next_group` is done, `available` shards count as
+        announced.
+        """
+        if self._pools:
+            raise MessageError("begin: received twice in one attempt.")
+        self._n_dropped = n_dropped
+        self._done_below = next_group
+        self._finish(consumed)
+        if self._strict:
+            n = self._n_engines
+            self._pools = [_Pool(next_group + (e - next_group) % n, n) for e in range(n)]
+        else:
+            self._pools = [_Pool(next_group, 1)]
+        for shard in available:
+            self._record(shard)
+
+    def limit(self, version: int) -> int:
+        """First id that an engine with `version` installed may not be given."""
+        steps = min(version + 1 + self._max_staleness, self._steps)
+        return self._groups_per_step * steps + self._n_dropped
+
+    def assign(self, versions: Mapping[int, int], n_ready: int) -> set[int]:
+        """Hand ids to the engines in `versions` (id -> installed version); returns those that got
+        some.
+
+        `n_ready` engines share the window, so that the first to install a version does not take all
+        of it.
+        """
+        if not self._pools:
+            return set()
+        given: set[int] = set()
+        if self._strict:
+            for engine, version in versions.items():
+                while self._lowest(engine) < self.limit(version):
+                    self._give(engine)
+                    given.add(engine)
+            return given
+        window = self._groups_per_step * (1 + self._max_staleness)
+        capacity = min(self._capacity, -(-window // max(1, n_ready)))
+        if not versions or self._lowest(0) >= self.limit(max(versions.values())):
+            return given
+        idle = [
+            (len(self._outstanding[e]), e) for e in versions if len(self._outstanding[e]) < capacity
+        ]
+        heapq.heapify(idle)
+        while idle:
+            n, engine = heapq.heappop(idle)
+            if self._lowest(engine) < self.limit(versions[engine]):
+                self._give(engine)
+                given.add(engine)
+                if n + 1 < capacity:
+                    heapq.heappush(idle, (n + 1, engine))
+        return given
+
+    def release(self, engine: int) -> None:
+        """A dead engine's unannounced groups become nobody's."""
+        for group_id in sorted(self._outstanding[engine]):
+            self._give_back(group_id)
+
+    def announce(self, shard: dict[str, Any]) -> set[int]:
+        """Record a published shard; returns the engines whose outstanding groups it settled. First
+        wins.
+        """
+        for group in shard["groups"]:
+            group_id = group["group_id"]
+            if not self._pools or (
+                group_id >= self._pool(group_id).cursor and not self._is_settled(group_id)
+            ):
+                raise MessageError(
+                    f"announce: group {group_id} of {shard['path']} was never assigned to anybody."
+                )
+        return self._record(shard)
+
+    def consumed(self, group_ids: Iterable[int], dropped: list[int]) -> set[int]:
+        """Groups trained on and groups dropped are done; each dropped one allows a further id."""
+        self._n_dropped += sum(not self._is_done(g) for g in set(dropped))
+        return self._finish([*group_ids, *dropped])
+
+    def lost(self, group_ids: Iterable[int]) -> None:
+        """The shard of these announced groups is damaged: generate them again."""
+        for group_id in group_ids:
+            if group_id in self._shard_of:
+                self._remove_from_shard(group_id)
+                heapq.heappush(self._pool(group_id).returned, group_id)
+
+    def outstanding(self, engine: int) -> list[int]:
+        """Ids the engine owes, ascending."""
+        return sorted(self._outstanding[engine])
+
+    def shards(self) -> list[dict[str, Any]]:
+        """Announced shards in order of announcement, listing only groups still to be used."""
+        return list(self._shards.values())
+
+    def _pool(self, group_id: int) -> _Pool:
+        return self._pools[group_id % len(self._pools)] if self._strict else self._pools[0]
+
+    def _lowest(self, engine: int) -> int:
+        """The id `_give` would hand to this engine next."""
+        pool = self._pools[engine if self._strict else 0]
+        while pool.returned and not self._is_free(pool.returned[0]):
+            heapq.heappop(pool.returned)
+        while self._is_settled(pool.cursor):
+            pool.cursor += pool.stride
+        return min(pool.returned[0], pool.cursor) if pool.returned else pool.cursor
+
+    def _give(self, engine: int) -> None:
+        group_id = self._pools[engine if self._strict else 0].take()
+        self._owner[group_id] = engine
+        self._outstanding[engine].add(group_id)
+
+    def _give_back(self, group_id: int) -> None:
+        self._outstanding[self._owner.pop(group_id)].discard(group_id)
+        heapq.heappush(self._pool(group_id).returned, group_id)
+
+    def _record(self, shard: dict[str, Any]) -> set[int]:
+        wanted = [g for g in shard["groups"] if not self._is_settled(g["group_id"])]
+        if not wanted:
+            return set()
+        path = shard["path"]
+        if path in self._shards:
+            raise MessageError(f"announce: shard {path} was announced before with other groups.")
+        self._shards[path] = {**shard, "groups": wanted}
+        self._shard_of.update((g["group_id"], path) for g in wanted)
+        return self._disown(g["group_id"] for g in wanted)
+
+    def _disown(self, group_ids: Iterable[int]) -> set[int]:
+        owners = {g: self._owner.pop(g) for g in group_ids if g in self._owner}
+        for group_id, engine in owners.items():
+            self._outstanding[engine].discard(group_id)
+        return set(owners.values())
+
+    def _finish(self, group_ids: Iterable[int]) -> set[int]:
+        group_ids = list(group_ids)
+        for group_id in group_ids:
+            if group_id in self._shard_of:
+                self._remove_from_shard(group_id)
+            if group_id >= self._done_below:
+                self._done.add(group_id)
+        while self._done_below in self._done:
+            self._done.remove(self._done_below)
+            self._done_below += 1
+        return self._disown(group_ids)
+
+    def _remove_from_shard(self, group_id: int) -> None:
+        path = self._shard_of.pop(group_id)
+        shard = self._shards[path]
+        groups = [g for g in shard["groups"] if g["group_id"] != group_id]
+        if groups:
+            self._shards[path] = {**shard, "groups": groups}
+        else:
+            del self._shards[path]
+
+    def _is_done(self, group_id: int) -> bool:
+        return group_id < self._done_below or group_id in self._done
+
+    def _is_settled(self, group_id: int) -> bool:
+        return self._is_done(group_id) or group_id in self._shard_of
+
+    def _is_free(self, group_id: int) -> bool:
+        return not self._is_settled(group_id) and group_id not in self._owner
