@@ -1,7 +1,7 @@
 """Exceptions that a user meets, and the exit code that each one ends a process with.
 
-The exit code is the only thing that crosses from a role process to the supervisor when a role dies, so it says
-what may be done next: whether a requeue can help (`INFRASTRUCTURE`) or not (all others).
+The exit code is the only thing that crosses from a role process to the supervisor when a role dies,
+so it says what may be done next: whether a requeue can help (`INFRASTRUCTURE`) or not (all others).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class SlurmGrpoError(Exception):
 
 
 class ConfigError(SlurmGrpoError):
-    """A configuration, prompt file or model directory cannot be used. The text lists every problem found."""
+    """A configuration, prompt file or model directory cannot be used. The text lists every problem
+    found."""
 
     exit_code = ExitCode.CONFIG
 
@@ -50,7 +51,8 @@ class ScorerLimitExceeded(SlurmGrpoError):
 
 
 class DeadlineExceeded(SlurmGrpoError):
-    """A wait ended without what it waited for; the text names who was missing and which log to read."""
+    """A wait ended without what it waited for; the text names who was missing and which log to
+    read."""
 
     exit_code = ExitCode.INFRASTRUCTURE
 

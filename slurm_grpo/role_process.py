@@ -1,7 +1,8 @@
-"""What every role process does around its loop: read its environment, run, and end with the right exit code.
+"""What every role process does around its loop: read its environment, run, and end with the right
+exit code.
 
-The supervisor sets the environment and reads the exit code; nothing else passes between them outside the control
-plane. Knows no torch and no vLLM.
+The supervisor sets the environment and reads the exit code; nothing else passes between them
+outside the control plane. Knows no torch and no vLLM.
 """
 
 from __future__ import annotations
@@ -49,11 +50,14 @@ class RoleContext:
 def run_role(loop: Callable[[RoleContext], None]) -> None:
     """Run a role's loop and leave the process, never returning.
 
-    Leaves by `os._exit`: a collective that can never finish may keep a thread busy, and must not keep the process.
+    Leaves by `os._exit`: a collective that can never finish may keep a thread busy, and must not
+    keep the process.
     """
     faulthandler.enable()
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
     )
     code = _run(loop)
     logging.shutdown()

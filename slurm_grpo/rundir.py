@@ -82,7 +82,8 @@ class AttemptDir:
 
     @property
     def resumed_from(self) -> Path:
-        """Decimal step of the checkpoint this attempt starts from (0: the initial weights). Written by the trainer."""
+        """Decimal step of the checkpoint this attempt starts from (0: the initial weights). Written
+        by the trainer."""
         return self.root / "resumed_from"
 
     @property

@@ -1,7 +1,8 @@
-"""The nouns that every stage shares: completion, episode, group. numpy only, so that a laptop can import them.
+"""The nouns that every stage shares: completion, episode, group. numpy only, so that a laptop can
+import them.
 
-Engines make completions, scorers and advantage estimators fill episodes in, staging stores groups, trainers read
-them back. Nothing here knows vLLM, torch, HDF5 or Slurm.
+Engines make completions, scorers and advantage estimators fill episodes in, staging stores groups,
+trainers read them back. Nothing here knows vLLM, torch, HDF5 or Slurm.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Episode:
     """Unweighted value of each reward function; empty when scoring failed."""
     advantage: float | None = None
     error: str | None = None
-    """Why scoring failed; such an episode has reward 0.0, finish reason `error` on disk, and is never trained on."""
+    """Why scoring failed; such an episode has reward 0.0, finish reason `error` on disk, and is
+    never trained on."""
 
     @property
     def oldest_version(self) -> int:

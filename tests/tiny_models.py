@@ -26,7 +26,8 @@ _COMMON: dict[str, Any] = dict(
 def make_tiny_model(path: Path, family: Family = "llama", *, seed: int = 0) -> Path:
     """Write a model of some 0.1 M float32 parameters with a byte-level tokenizer; returns `path`.
 
-    Head size 32 (vLLM's CPU attention accepts multiples of 32). `llama` ties its embeddings, the others do not.
+    Head size 32 (vLLM's CPU attention accepts multiples of 32). `llama` ties its embeddings, the
+    others do not.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -36,7 +37,11 @@ def make_tiny_model(path: Path, family: Family = "llama", *, seed: int = 0) -> P
         config: Any = Qwen3Config(**_COMMON, head_dim=32, tie_word_embeddings=False, rope_theta=1e4)
     else:
         config = LlamaConfig(
-            **_COMMON, head_dim=32, tie_word_embeddings=family == "llama", rope_theta=1e4, attention_bias=False
+            **_COMMON,
+            head_dim=32,
+            tie_word_embeddings=family == "llama",
+            rope_theta=1e4,
+            attention_bias=False,
         )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -47,9 +52,9 @@ def make_tiny_model(path: Path, family: Family = "llama", *, seed: int = 0) -> P
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>", "<pad>"])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-    fast.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     )
+    fast.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     fast.save_pretrained(path)
     return path

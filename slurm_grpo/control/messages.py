@@ -88,7 +88,7 @@ _ANY_ROLE: Mapping[str, Mapping[str, Check]] = {
 
 ENGINE_MESSAGES: Mapping[str, Mapping[str, Check]] = {
     **_ANY_ROLE,
-    "ready": {},
+    "ready": {"probe": _counts},
     "at_door": {"epoch": _count, "version": _count},
     "received": {"epoch": _count, "version": _count, "digest": _anything},
     "receive_failed": {"epoch": _count, "version": _count, "error": _text},

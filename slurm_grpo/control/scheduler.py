@@ -134,8 +134,9 @@ class Scheduler:
 
     # Messages of engines
 
-    def _on_ready(self, sender: _Engine, **_: Any) -> None:
+    def _on_ready(self, sender: _Engine, probe: list[int], **_: Any) -> None:
         sender.state = "ready"
+        sender.probe = probe
         self._touch(sender)
         self._refresh_door()
         self._assign()
@@ -408,6 +409,7 @@ class Scheduler:
                 "host": engine.host,
                 "log": engine.log,
                 "error": engine.error,
+                "probe": engine.probe,
                 "stats": engine.stats,
             }
         return engine.card

@@ -1,8 +1,10 @@
-"""The generator's second thread: score, compute advantages, publish shards, announce them; evaluate.
+"""The generator's second thread: score, compute advantages, publish shards, announce them;
+evaluate.
 
-The engine thread hands finished groups over and goes on decoding, so that a slow reward or disk never stops it. In
-strict mode a share (everything one engine owns of a step) becomes one shard; otherwise a shard closes after
-`generator.publish_groups` groups, `publish_after_s` seconds, or when the engine has nothing left to do.
+The engine thread hands finished groups over and goes on decoding, so that a slow reward or disk
+never stops it. In strict mode a share (everything one engine owns of a step) becomes one shard;
+otherwise a shard closes after `generator.publish_groups` groups, `publish_after_s` seconds, or when
+the engine has nothing left to do.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -20,34 +21,26 @@ import numpy as np
 from slurm_grpo.algorithms.advantage import group_advantages
 from slurm_grpo.config import Config
 from slurm_grpo.control.client import ControlClient
+from slurm_grpo.generator.engine import FinishedGroup
 from slurm_grpo.metrics import MetricsWriter
 from slurm_grpo.rundir import RunDir
-from slurm_grpo.staging.shards import ShardHeader, publish_groups
+from slurm_grpo.staging.layout import ShardHeader
+from slurm_grpo.staging.shards import publish_groups
 from slurm_grpo.tasks.scorer import Scorer
-from slurm_grpo.types import Completion, Episode, Group, Prompt
+from slurm_grpo.types import Episode, Group
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FinishedPrompt:
-    """The completions of one prompt, on their way from the engine to the publisher."""
-
-    prompt: Prompt
-    completions: Sequence[Completion]
-    sample_seed: int
-    group_id: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedEval:
-    """A finished chunk of an evaluation: prompts `start` to `stop`, one greedy completion each."""
+    """A finished chunk of an evaluation: held-out prompts `start` to `stop`, one greedy completion
+    each."""
 
     eval_id: str
     start: int
     stop: int
-    prompts: Sequence[Prompt]
-    completions: Sequence[Completion]
+    rows: tuple[FinishedGroup, ...]
 
 
 class _Flush:
@@ -55,10 +48,16 @@ class _Flush:
 
 
 class Publisher:
-    """Owns the scoring child process, the shard sequence and the thread. Use from one engine thread; then `close`."""
+    """Owns the scoring child process, the shard sequence and the thread. Use from one engine
+    thread; then `close`."""
 
     def __init__(
-        self, cfg: Config, run: RunDir, client: ControlClient, header: ShardHeader, metrics: MetricsWriter
+        self,
+        cfg: Config,
+        run: RunDir,
+        client: ControlClient,
+        header: ShardHeader,
+        metrics: MetricsWriter,
     ) -> None:
         self._cfg = cfg
         self._run = run
@@ -66,7 +65,7 @@ class Publisher:
         self._header = header
         self._metrics = metrics
         self._scorer = Scorer(cfg.task.scorer)
-        self._queue: queue.Queue[FinishedPrompt | FinishedEval | _Flush | None] = queue.Queue()
+        self._queue: queue.Queue[FinishedGroup | FinishedEval | _Flush | None] = queue.Queue()
         self._failure: BaseException | None = None
         self._pending: list[Group] = []
         self._pending_since = 0.0
@@ -74,7 +73,7 @@ class Publisher:
         self._thread = threading.Thread(target=self._run_thread, name="publisher", daemon=True)
         self._thread.start()
 
-    def put(self, item: FinishedPrompt | FinishedEval) -> None:
+    def put(self, item: FinishedGroup | FinishedEval) -> None:
         """Hand over; raises in the engine thread what the publisher thread raised."""
         self.check()
         self._queue.put(item)
@@ -89,7 +88,8 @@ class Publisher:
             raise self._failure
 
     def close(self) -> None:
-        """End the thread and the scoring process. Unpublished groups are dropped: nobody was promised them."""
+        """End the thread and the scoring process. Unpublished groups are dropped: nobody was
+        promised them."""
         self._queue.put(None)
         self._thread.join(timeout=10.0)
         self._scorer.close()
@@ -111,12 +111,14 @@ class Publisher:
     def _seconds_to_publication(self) -> float | None:
         if not self._pending or self._cfg.strict_mode:
             return None
-        return max(0.0, self._pending_since + self._cfg.generator.publish_after_s - time.monotonic())
+        return max(
+            0.0, self._pending_since + self._cfg.generator.publish_after_s - time.monotonic()
+        )
 
-    def _take(self, item: FinishedPrompt | FinishedEval | _Flush) -> None:
+    def _take(self, item: FinishedGroup | FinishedEval | _Flush) -> None:
         if isinstance(item, FinishedEval):
             self._evaluate(item)
-        elif isinstance(item, FinishedPrompt):
+        elif isinstance(item, FinishedGroup):
             if not self._pending:
                 self._pending_since = time.monotonic()
             self._pending.append(self._score(item))
@@ -126,13 +128,15 @@ class Publisher:
         else:
             self._publish()
 
-    def _score(self, item: FinishedPrompt) -> Group:
+    def _score(self, item: FinishedGroup) -> Group:
         """Episodes with rewards and advantages; an episode whose scoring failed has neither."""
         started = time.monotonic()
         results = self._scorer.score([(c.text, item.prompt.target) for c in item.completions])
         good = [i for i, result in enumerate(results) if result.error is None]
         rewards = np.array([results[i].reward for i in good], dtype=np.float32)
-        advantages = dict(zip(good, group_advantages(rewards, self._cfg.algorithm.advantage), strict=True))
+        advantages = dict(
+            zip(good, group_advantages(rewards, self._cfg.algorithm.advantage), strict=True)
+        )
         group = [
             Episode(
                 group_id=item.group_id,
@@ -180,8 +184,11 @@ class Publisher:
         self._header = replace(self._header, sequence=self._header.sequence + 1)
 
     def _evaluate(self, item: FinishedEval) -> None:
-        answers = [(c.text, p.target) for c, p in zip(item.completions, item.prompts, strict=True)]
-        results = self._scorer.score(answers)
+        completions = [row.completions[0] for row in item.rows]
+        targets = [row.prompt.target for row in item.rows]
+        results = self._scorer.score(
+            [(c.text, t) for c, t in zip(completions, targets, strict=True)]
+        )
         self._client.send(
             "eval_result",
             eval_id=item.eval_id,
@@ -190,11 +197,13 @@ class Publisher:
             n=len(results),
             n_correct=sum(result.parts.get("correct", 0.0) == 1.0 for result in results),
             reward_sum=float(sum(result.reward for result in results)),
-            n_tokens=sum(len(c.token_ids) for c in item.completions),
-            n_truncated=sum(c.finish_reason == "length" for c in item.completions),
+            n_tokens=sum(len(c.token_ids) for c in completions),
+            n_truncated=sum(c.finish_reason == "length" for c in completions),
         )
 
 
 def sampling_params_json(cfg: Config) -> str:
     """What is recorded in a shard about how it was sampled."""
-    return json.dumps({**asdict(cfg.generator.sampling), "n": cfg.algorithm.group_size}, sort_keys=True)
+    return json.dumps(
+        {**asdict(cfg.generator.sampling), "n": cfg.algorithm.group_size}, sort_keys=True
+    )

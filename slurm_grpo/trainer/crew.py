@@ -1,7 +1,8 @@
 """The trainer ranks as one: rank 0 decides, all follow. Only the default process group is used.
 
-Control-plane waits happen on rank 0 alone; the others wait in `share`, so rank 0 must call it often enough for the
-group's time-out, which the role loop does by sharing `None` while it waits for groups.
+Control-plane waits happen on rank 0 alone; the others wait in `share`, so rank 0 must call it often
+enough for the group's time-out, which the role loop does by sharing `None` while it waits for
+groups.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Crew:
             client.send("trainer_store", address=address)
         else:
             address = client.wait_for(
-                lambda view: view.get("trainer_store"), timeout_s=timeout_s, what="trainer-0's store"
+                lambda view: view.get("trainer_store"),
+                timeout_s=timeout_s,
+                what="trainer-0's store",
             )
             host, port = address.rsplit(":", 1)
             self._store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
@@ -50,7 +53,7 @@ class Crew:
         return self.rank == 0
 
     def share(self, decide: Callable[[], T]) -> T:
-        """What rank 0's `decide` returns, on every rank (pickled; between our own processes only)."""
+        """What rank 0's `decide` returns, on every rank (pickled, between our own processes)."""
         box: list[Any] = [decide() if self.leads else None]
         if self.world_size > 1:
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))

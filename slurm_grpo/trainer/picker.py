@@ -1,7 +1,9 @@
-"""Pick the groups of a step: in order, in bound, whole; write the step's manifest before anybody trains on it.
+"""Pick the groups of a step: in order, in bound, whole; write the step's manifest before anybody
+trains on it.
 
-Runs on trainer rank 0 only. What it waits for are announcements in the control plane's view; engines unblock it. It
-drops groups that are too stale or carry no signal and tells the scheduler, which then assigns further ones.
+Runs on trainer rank 0 only. What it waits for are announcements in the control plane's view;
+engines unblock it. It drops groups that are too stale or carry no signal and tells the scheduler,
+which then assigns further ones.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from slurm_grpo.control.client import ControlClient
 from slurm_grpo.errors import DeadlineExceeded, ShardError, SlurmGrpoError
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging.manifest import Manifest, ResumeState, publish_manifest
-from slurm_grpo.staging.shards import GroupRef, ShardRef, quarantine, verify_shard
+from slurm_grpo.staging.shards import GroupRef, ShardRef, quarantine_shard, verify_shard
 
 log = logging.getLogger(__name__)
 
@@ -49,16 +51,18 @@ class Picker:
         self._client = client
         self._next_group = state.next_group
         self._verified: set[str] = set()
-        self._done: set[int] = set(state.consumed)
+        self._done: set[int] = set(state.consumed | state.dropped)
         """Groups consumed or dropped; the view may still show them for a moment."""
         self._dropped: dict[int, str] = {}
         self._waiting_since: float | None = None
 
     def poll(self, step: int) -> StepPlan | None:
-        """The step's plan if all its groups are there, else None. Writes the manifest and tells the scheduler.
+        """The step's plan if all its groups are there, else None. Writes the manifest and tells the
+        scheduler.
 
-        Raises `DeadlineExceeded` when the step has waited for longer than `trainer.wait_for_groups_s`, and
-        `SlurmGrpoError` when it has dropped so many groups that it will hardly ever fill.
+        Raises `DeadlineExceeded` when the step has waited for longer than
+        `trainer.wait_for_groups_s`, and `SlurmGrpoError` when it has dropped so many groups that it
+        will hardly ever fill.
         """
         now = time.monotonic()
         self._waiting_since = self._waiting_since or now
@@ -97,9 +101,13 @@ class Picker:
     def _announced(self, step: int) -> dict[int, tuple[GroupRef, ShardRef]]:
         """Usable groups in the order of their announcement; drops what cannot be trained on."""
         usable: dict[int, tuple[GroupRef, ShardRef]] = {}
-        for row in self._client.view.get("shards", ()):
+        for row in self._client.view["shards"]:
             ref = ShardRef.from_json(row)
-            wanted = [g for g in ref.groups if g.group_id >= self._next_group and g.group_id not in self._done]
+            wanted = [
+                g
+                for g in ref.groups
+                if g.group_id >= self._next_group and g.group_id not in self._done
+            ]
             if wanted and self._intact(ref):
                 usable.update({group.group_id: (group, ref) for group in wanted})
         if self._cfg.strict_mode and not self._step_is_complete(usable):
@@ -113,10 +121,13 @@ class Picker:
             self._dropped |= newly_dropped
             self._done |= newly_dropped.keys()
             self._client.send("consumed", step=step, group_ids=[], dropped=sorted(newly_dropped))
-        return {group_id: pair for group_id, pair in usable.items() if group_id not in newly_dropped}
+        return {
+            group_id: pair for group_id, pair in usable.items() if group_id not in newly_dropped
+        }
 
     def _step_is_complete(self, usable: dict[int, Any]) -> bool:
-        """Strict: drop only once everything assigned for the step is there, so that order of arrival is immaterial."""
+        """Strict: drop only once everything assigned for the step is there, so that order of
+        arrival is immaterial."""
         missing = self._cfg.algorithm.groups_per_step
         group_id = self._next_group
         while missing > 0:
@@ -134,7 +145,7 @@ class Picker:
             verify_shard(self._run, ref)
         except ShardError as error:
             log.warning("shard refused, its groups are generated again: %s", error)
-            quarantine(self._run, ref, str(error))
+            quarantine_shard(self._run, ref.path, str(error))
             self._client.send("lost", group_ids=[group.group_id for group in ref.groups])
             return False
         self._verified.add(ref.path)
@@ -164,16 +175,16 @@ class Picker:
         if len(self._dropped) > algorithm.max_dropped_per_step:
             raise SlurmGrpoError(
                 f"step {step}: {len(self._dropped)} groups were dropped and only {n_there} of "
-                f"{algorithm.groups_per_step} kept. Rewards that are equal in every group teach nothing: check the "
-                f"scorer and the task's difficulty (`episodes/` holds the completions), set "
+                f"{algorithm.groups_per_step} kept. Rewards that are equal in every group teach "
+                f"nothing: check the scorer and the task's difficulty (`episodes/` holds the completions), set "
                 f"algorithm.drop_zero_spread to false, or raise algorithm.max_dropped_per_step "
                 f"(now {algorithm.max_dropped_per_step})."
             )
         waited = now - (self._waiting_since or now)
         if waited > self._cfg.trainer.wait_for_groups_s:
-            engines = self._client.view.get("engines", {})
+            engines = self._client.view["engines"]
             raise DeadlineExceeded(
-                f"step {step}: {n_there} of {algorithm.groups_per_step} groups after {waited:.0f} s. "
-                f"Engines: {engines}. Start with the engine logs in attempts/{self._attempt}/, or raise "
-                f"trainer.wait_for_groups_s."
+                f"step {step}: {n_there} of {algorithm.groups_per_step} groups after "
+                f"{waited:.0f} s. Engines: {engines}. Start with the engine logs in "
+                f"attempts/{self._attempt}/, or raise trainer.wait_for_groups_s."
             )

@@ -1,8 +1,10 @@
-"""Hand a version of the weights to every engine: open the door, broadcast, collect the digests, commit.
+"""Hand a version of the weights to every engine: open the door, broadcast, collect the digests,
+commit.
 
-All trainer ranks call `send` together, since gathering a layer is a collective; rank 0 talks to the control plane
-and broadcasts. An engine lost on the way costs one more round: a new epoch with whoever is alive, the whole version
-again. A version counts only once every member has confirmed the digest of what it received.
+All trainer ranks call `send` together, since gathering a layer is a collective; rank 0 talks to the
+control plane and broadcasts. An engine lost on the way costs one more round: a new epoch with
+whoever is alive, the whole version again. A version counts only once every member has confirmed the
+digest of what it received.
 """
 
 from __future__ import annotations
@@ -11,18 +13,23 @@ import logging
 import time
 from typing import Any
 
+import numpy as np
+import torch
+
 from slurm_grpo.config import Config
 from slurm_grpo.control.client import ControlClient
 from slurm_grpo.control.policy_group import PolicyGroup, host_address, make_store
 from slurm_grpo.errors import DeadlineExceeded, SyncError
 from slurm_grpo.trainer.crew import Crew
+from slurm_grpo.trainer.hf_layers import hf_metadata, iter_hf_layers
 from slurm_grpo.trainer.learner import Learner
 from slurm_grpo.trainer.weight_sender import SendResult, WeightSender
 
 log = logging.getLogger(__name__)
 
 MAX_ROUNDS = 8
-"""Rounds one version may take. An engine that dies costs one, so this is far above what restarts allow."""
+"""Rounds one version may take. An engine that dies costs one, so this is far above what restarts
+allow."""
 
 
 class PolicySync:
@@ -33,35 +40,82 @@ class PolicySync:
         self._client = client
         self._crew = crew
         self._learner = learner
+        self._dtype: torch.dtype = getattr(torch, cfg.generator.engine.dtype)
         self._sender = WeightSender(cfg.weight_sync)
         self._group: PolicyGroup | None = None
+        self._probed: tuple[int, list[float]] | None = None
+        """Last version sent, and the trainer's log-probabilities of the probe under it."""
+        self._probe_metrics: dict[str, float] = {}
         if crew.leads:
             self._store, self._store_address = make_store(host_address())
 
     def send(self, version: int) -> dict[str, float]:
         """Broadcast the current weights as `version`; returns once every engine has confirmed them.
 
-        Returns seconds per phase. Raises `SyncError` when no round succeeds and `DeadlineExceeded` when no engine
-        comes to the door in time.
+        Returns seconds per phase, and how far the engines' log-probabilities of the probe were off
+        after the previous version. Raises `SyncError` when no round succeeds and `DeadlineExceeded`
+        when no engine comes to the door in time.
         """
         started = time.monotonic()
         for _ in range(MAX_ROUNDS):
             result = self._round(version)
             if result is not None:
-                return {
+                self._take_probe(version)
+                return self._probe_metrics | {
                     "trainer/sync_s": time.monotonic() - started,
                     "trainer/gather_s": result.gather_s,
                     "trainer/broadcast_s": result.broadcast_s,
                     "trainer/sent_bytes": float(result.n_bytes),
                 }
         raise SyncError(
-            f"version {version} did not reach the engines in {MAX_ROUNDS} rounds; the reasons are above in this log."
+            f"version {version} did not reach the engines in {MAX_ROUNDS} rounds; the reasons are "
+            "above in this log."
         )
 
+    def check_probe(self) -> dict[str, float]:
+        """Compare what engines said of the last version taken with the trainer's own
+        log-probabilities.
+
+        Bytes that arrived whole may still not be what an engine computes with (a head or cache left
+        stale), which only shows in its log-probabilities. Raises `SyncError` when they are further
+        off than `weight_sync.max_probe_difference`.
+        """
+        if self._probed is None:
+            return {}
+        version, expected = self._probed
+        worst = largest = 0.0
+        for name, engine in self._client.view["engines"].items():
+            stats = engine["stats"]
+            if stats.get("version") != version or len(stats["probe"]) != len(expected):
+                continue
+            difference = np.abs(np.array(stats["probe"]) - np.array(expected))
+            worst, largest = max(worst, difference.mean()), max(largest, difference.max())
+            if not difference.mean() <= self._cfg.weight_sync.max_probe_difference:
+                raise SyncError(
+                    f"{name} does not compute with version {version}: its log-probabilities of "
+                    f"the probe differ by "
+                    f"{difference.mean():.3g} nats on average, {difference.max():.3g} at most, above "
+                    f"weight_sync.max_probe_difference {self._cfg.weight_sync.max_probe_difference}."
+                )
+        return {
+            "sync/probe_mean_abs_diff": float(worst),
+            "sync/probe_max_abs_diff": float(largest),
+        }
+
+    def _take_probe(self, version: int) -> None:
+        token_ids: list[int] = self._crew.share(
+            lambda: next(
+                (e["probe"] for e in self._client.view["engines"].values() if e["probe"]), []
+            )
+        )
+        if len(token_ids) > 1:
+            self._probed = (version, self._learner.logprobs(token_ids))
+
     def _round(self, version: int) -> SendResult | None:
-        """One epoch's attempt; None when it failed and another round may succeed. Same outcome on every rank."""
+        """One epoch's attempt; None when it failed and another round may succeed. Same outcome on
+        every rank."""
         door = self._crew.share(lambda: self._open_door(version))
-        layers = self._learner.iter_hf_layers()
+        layers = iter_hf_layers(self._learner.model, self._learner.adapter, self._dtype)
         if not self._crew.leads:
             for _ in layers:
                 pass
@@ -72,7 +126,7 @@ class PolicySync:
         self._client.send("open_door", version=version, store=self._store_address)
 
         def opened(view: dict[str, Any]) -> dict[str, Any] | None:
-            door = view.get("door")
+            door = view["door"]
             return door if door and door["version"] == version and door["go"] else None
 
         cluster, sync = self._cfg.cluster, self._cfg.weight_sync
@@ -81,13 +135,19 @@ class PolicySync:
             timeout_s=sync.door_timeout_s + cluster.start_timeout_s,
             what=f"engines to come to the door for version {version}",
         )
+        self._probe_metrics = self.check_probe()
         return door
 
     def _transfer(self, door: dict[str, Any], layers: Any, version: int) -> SendResult | None:
         epoch = door["epoch"]
         try:
             group = self._group_of(epoch, door["world_size"])
-            result = self._sender.send(group, layers, self._learner.hf_metadata(), version)
+            result = self._sender.send(
+                group,
+                layers,
+                hf_metadata(self._learner.model, self._learner.adapter, self._dtype),
+                version,
+            )
             self._wait_for_digests(epoch, version, result.digest)
         except (SyncError, DeadlineExceeded) as error:
             for _ in layers:  # the other ranks gather in step with this one
@@ -98,7 +158,7 @@ class PolicySync:
                 self._group = None
             self._client.send("sync_failed", epoch=epoch, version=version, reason=str(error))
             self._client.wait_for(
-                lambda view: not view.get("door") or view["door"]["epoch"] != epoch or None,
+                lambda view: not view["door"] or view["door"]["epoch"] != epoch or None,
                 timeout_s=30.0,
                 what=f"epoch {epoch} to be closed",
             )
@@ -122,7 +182,7 @@ class PolicySync:
 
     def _wait_for_digests(self, epoch: int, version: int, digest: str) -> None:
         def outcome(view: dict[str, Any]) -> dict[str, Any] | None:
-            door = view.get("door")
+            door = view["door"]
             if not door or (door["epoch"], door["version"]) != (epoch, version):
                 raise SyncError(f"epoch {epoch} was closed while version {version} was on its way")
             if door["failed"]:

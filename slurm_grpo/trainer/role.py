@@ -1,8 +1,8 @@
 """The trainer role: one process per rank. Pick groups, read them, learn, send the weights, save.
 
-What each line of the loop waits for, and who unblocks it: `_pick` waits for announcements (engines), `policy.send`
-for engines at the door and their digests (engines), `_evaluate` for results (engines). Rank 0 does all of these and
-shares the outcome; the other ranks wait for rank 0.
+What each line of the loop waits for, and who unblocks it: `_pick` waits for announcements
+(engines), `policy.send` for engines at the door and their digests (engines), `_evaluate` for
+results (engines). Rank 0 does all of these and shares the outcome; the other ranks wait for rank 0.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from slurm_grpo.checkpoint_dirs import latest_complete
-from slurm_grpo.errors import Stopped
+from slurm_grpo.config import Config
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.metrics import MetricsWriter, WandbLogger
 from slurm_grpo.role_process import RoleContext, run_role
-from slurm_grpo.staging.manifest import ResumeState, load_state
+from slurm_grpo.staging.manifest import load_state
 from slurm_grpo.staging.shards import read_groups
+from slurm_grpo.tasks.base import build_prompt_source
 from slurm_grpo.trainer.batching import assign_to_ranks
 from slurm_grpo.trainer.checkpoint import export_hf, load_checkpoint, prune, save_checkpoint
 from slurm_grpo.trainer.crew import Crew
@@ -33,7 +34,8 @@ from slurm_grpo.types import Group
 log = logging.getLogger(__name__)
 
 POLL_S = 5.0
-"""How often rank 0 gives the waiting ranks a sign of life, and looks for engines without weights."""
+"""How often rank 0 gives the waiting ranks a sign of life, and looks for engines without weights.
+"""
 
 
 class TrainerLoop:
@@ -44,13 +46,16 @@ class TrainerLoop:
         self._context = context
         self._cfg = cfg
         self._client = context.client
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-        if device.type == "cuda":
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
         self._progress("loading the model")
-        self._crew = Crew(context.client, device, timeout_s=cfg.cluster.start_timeout_s)
+        self._crew = Crew(context.client, device, timeout_s=_group_timeout_s(cfg))
         self._learner = Learner(cfg, device)
         self._policy = PolicySync(cfg, context.client, self._crew, self._learner)
+        source = build_prompt_source(cfg.task, cfg.run.seed)
+        self._held_out = source.eval_prompts(cfg.evaluation.n_prompts)
         self._start = self._crew.share(lambda: latest_complete(context.run) or 0)
         if self._start:
             load_checkpoint(context.run, self._start, self._learner)
@@ -65,7 +70,13 @@ class TrainerLoop:
         """Rank 0: open the attempt's books and tell the scheduler where the run stands."""
         context, cfg = self._context, self._cfg
         write_durably(context.attempt_dir.resumed_from, f"{self._start}\n".encode())
-        state: ResumeState = load_state(context.run, self._start, cfg)
+        state = load_state(
+            context.run,
+            self._start,
+            strict=cfg.strict_mode,
+            groups_per_step=cfg.algorithm.groups_per_step,
+            max_staleness=cfg.algorithm.max_staleness,
+        )
         self._metrics = MetricsWriter(context.run.metrics_file("trainer"), attempt=context.attempt)
         if cfg.wandb.enabled:
             self._wandb = WandbLogger(cfg, context.run, context.attempt)
@@ -75,6 +86,7 @@ class TrainerLoop:
             version=self._start,
             next_group=state.next_group,
             n_dropped=state.n_dropped,
+            consumed=sorted(g for g in state.consumed | state.dropped if g >= state.next_group),
             available=[ref.to_json() for ref in state.available],
         )
 
@@ -94,7 +106,7 @@ class TrainerLoop:
             waited = time.monotonic() - started
             groups = self._read(plan)
             read = time.monotonic() - started - waited
-            stats = self._learn(step, groups)
+            stats = self._learn(groups)
             stats |= self._policy.send(step)
             stats |= {
                 "trainer/wait_for_groups_s": waited,
@@ -109,6 +121,8 @@ class TrainerLoop:
         steps = self._cfg.run.steps
         if self._start < steps or steps == 0:
             self._evaluate(steps)
+        if self._crew.leads:
+            self._policy.check_probe()
         self._save(steps)
         if self._cfg.trainer.checkpoint.export_hf:
             self._progress("exporting")
@@ -131,9 +145,9 @@ class TrainerLoop:
         deadline = time.monotonic() + POLL_S
         while True:
             view = self._client.view
-            if view.get("boundary_stop"):
+            if view["boundary_stop"]:
                 return "stop", None
-            if view.get("unsynced"):
+            if view["unsynced"]:
                 return "resync", None
             plan = self._picker.poll(step)
             if plan is not None:
@@ -150,22 +164,18 @@ class TrainerLoop:
         for path in dict.fromkeys(ref.path for _, ref in mine):
             ref = next(ref for _, ref in mine if ref.path == path)
             ids = [group.group_id for group, r in mine if r.path == path]
-            found.update((group[0].group_id, group) for group in read_groups(self._context.run, ref, ids))
+            found.update(
+                (group[0].group_id, group) for group in read_groups(self._context.run, ref, ids)
+            )
         return [found[group.group_id] for group, _ in mine]
 
-    def _learn(self, step: int, groups: list[Group]) -> dict[str, float]:
-        packs = self._learner.pack(groups)
-        counts = self._crew.gather((len(packs), sum(pack.n_trained_tokens for pack in packs)))
-        return self._learner.train_step(
-            step,
-            packs,
-            n_microbatches=max(n for n, _ in counts),
-            n_trained_tokens=sum(n for _, n in counts),
-        )
+    def _learn(self, groups: list[Group]) -> dict[str, float]:
+        n_microbatches, n_trained_tokens = self._learner.plan(groups)
+        return self._learner.train_step(groups, n_microbatches, n_trained_tokens)
 
     def _log(self, step: int, plan: StepPlan, groups: list[Group], stats: dict[str, float]) -> None:
         gathered = self._crew.gather(condense(groups, step))
-        if self._metrics is None:
+        if not self._crew.leads:
             return
         row = combine(gathered) | stats
         row["groups/dropped_stale"] = float(plan.n_dropped_stale)
@@ -174,14 +184,12 @@ class TrainerLoop:
         row["trainer/tokens_per_s"] = n_tokens / row["trainer/forward_backward_s"]
         pauses = [
             engine["stats"]["pause_s"]
-            for engine in self._client.view.get("engines", {}).values()
-            if engine.get("stats")
+            for engine in self._client.view["engines"].values()
+            if engine["stats"]
         ]
         if pauses:
             row["generator/pause_s"] = max(pauses)
-        self._metrics.log(step, row)
-        if self._wandb is not None:
-            self._wandb.log(step, row)
+        self._write(step, row)
         self._progress("training", step=step, **row)
 
     def _after_step(self, step: int) -> None:
@@ -202,29 +210,42 @@ class TrainerLoop:
             prune(self._context.run, self._cfg.trainer.checkpoint.keep)
 
     def _evaluate(self, step: int) -> None:
-        """Greedy evaluation of the version the engines hold now; rank 0 waits, the others go on to the next share."""
-        n = self._cfg.evaluation.n_prompts
-        if not self._has_eval or self._metrics is None:
+        """Greedy evaluation of the version that the engines hold now."""
+        n = len(self._held_out)
+        if not n:
             return
         self._progress("evaluating")
         eval_id = f"step-{step}"
-        self._client.send("evaluate", eval_id=eval_id, version=step, n=n)
-        result: dict[str, Any] = self._client.wait_for(
-            lambda view: view.get("evals", {}).get(eval_id),
-            timeout_s=self._cfg.trainer.wait_for_groups_s,
-            what=f"the evaluation of version {step}",
-        )
+        if self._crew.leads:
+            self._client.send("evaluate", eval_id=eval_id, version=step, n=n)
+        deadline = time.monotonic() + self._cfg.trainer.wait_for_groups_s
+        while (result := self._crew.share(lambda: self._eval_result(eval_id, deadline))) is None:
+            pass
+        n = result["n"]
         row = {
-            "eval/held_out/accuracy": result["n_correct"] / result["n"],
-            "eval/held_out/reward": result["reward_sum"] / result["n"],
-            "eval/held_out/length_mean": result["n_tokens"] / result["n"],
-            "eval/held_out/truncation_rate": result["n_truncated"] / result["n"],
-            "eval/held_out/n": float(result["n"]),
+            "eval/held_out/accuracy": result["n_correct"] / n,
+            "eval/held_out/reward": result["reward_sum"] / n,
+            "eval/held_out/length_mean": result["n_tokens"] / n,
+            "eval/held_out/truncation_rate": result["n_truncated"] / n,
+            "eval/held_out/n": n,
         }
-        self._metrics.log(step, row)
+        self._write(step, row)
+        self._progress("training", **row)
+
+    def _eval_result(self, eval_id: str, deadline: float) -> dict[str, Any] | None:
+        what = f"the evaluation {eval_id}"
+        result = self._client.wait_for(
+            lambda view: view["evals"].get(eval_id), POLL_S, what, missing_ok=True
+        )
+        if result is None and time.monotonic() > deadline:
+            self._client.wait_for(lambda view: view["evals"].get(eval_id), 0.0, what)  # raises
+        return result
+
+    def _write(self, step: int, row: dict[str, float]) -> None:
+        if self._metrics is not None:
+            self._metrics.log(step, row)
         if self._wandb is not None:
             self._wandb.log(step, row)
-        self._progress("training", **row)
 
     def _finish(self, status: str) -> None:
         if self._crew.leads:
@@ -238,10 +259,10 @@ class TrainerLoop:
         if self._context.index == 0:
             self._client.send("progress", phase=phase, **values)
 
-    @property
-    def _has_eval(self) -> bool:
-        task = self._cfg.task
-        return self._cfg.evaluation.n_prompts > 0 and (task.name != "jsonl" or task.eval_path is not None)
+
+def _group_timeout_s(cfg: Config) -> float:
+    """The longest that ranks wait for rank 0: engines on their way to the door, perhaps restarted."""
+    return cfg.cluster.start_timeout_s + cfg.weight_sync.door_timeout_s + 60.0
 
 
 def main() -> None:

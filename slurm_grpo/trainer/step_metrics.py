@@ -1,6 +1,7 @@
 """What a step's episodes say: rewards, lengths, staleness, throughput. numpy only; no collective.
 
-Each rank condenses its own groups; rank 0 combines what all ranks gathered. Names are `what/which_unit`.
+Each rank condenses its own groups; rank 0 combines what all ranks gathered. Names are
+`what/which_unit`.
 """
 
 from __future__ import annotations
