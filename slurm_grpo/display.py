@@ -244,17 +244,15 @@ def show_end(run: RunDir, summary: Summary, console: Console, *, picture: str) -
     table.show_header = False
     for name, points in summary["eval"].items():
         table.add_row(f"{name.replace('_', '-')} accuracy", _before_after(points))
-    table.add_row(
-        "training reward",
-        f"{_number(summary['reward_first'])} → {_number(summary['reward_last'])} (5 steps each)",
-    )
+    if summary["reward_last"] is not None:
+        table.add_row(
+            "training reward",
+            f"{_number(summary['reward_first'])} → {_number(summary['reward_last'])} (means of 5)",
+        )
     table.add_row("steps", f"{summary['steps']}, median {_seconds(summary['step_s_median'])}")
-    phases = (
-        f"{_PHASE_LABELS[phase]} {_seconds(value)}"
-        for phase, value in summary["phase_s_median"].items()
-        if value is not None
-    )
-    table.add_row("of which", ", ".join(phases))
+    for phase, value in summary["phase_s_median"].items():
+        if value is not None:
+            table.add_row(f"  {_PHASE_LABELS[phase]}", _seconds(value))
     table.add_row("peak memory", f"{summary['peak_pss_bytes'] / 2**30:.2f} GiB, all processes")
     table.add_row("wall time", _clock(summary["wall_s"]))
     table.add_row("reward curve", picture)
@@ -275,7 +273,9 @@ def next_commands(run: RunDir, summary: Summary) -> list[tuple[str, str]]:
     resume = f"{submit} --resume {run.root}"
     if summary["status"] == "done":
         resume += f" --run.steps {summary['steps'] + 20}"
-    what = "train on" if summary["status"] == "done" else "continue from the last checkpoint"
+        what = "train for 20 more steps"
+    else:
+        what = "continue from the last checkpoint"
     return [
         (what, resume),
         (

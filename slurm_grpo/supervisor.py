@@ -28,7 +28,7 @@ from slurm_grpo.control.messages import LEADER
 from slurm_grpo.control.scheduler import Scheduler
 from slurm_grpo.control.server import ControlServer
 from slurm_grpo.display import Display, RunState, make_display, show_end
-from slurm_grpo.errors import ConfigError, ExitCode
+from slurm_grpo.errors import ConfigError, ExitCode, SlurmGrpoError
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.environment import role_environment
@@ -144,7 +144,7 @@ class Supervisor:
         handler = self._open_log()
         try:
             with self._signals:
-                outcome = self._supervise()
+                outcome = self._outcome()
                 self._record.renew(peak_pss_bytes=self._peak_pss_bytes, status=outcome.status)
                 self._report(outcome)
                 return outcome.exit_code
@@ -152,18 +152,34 @@ class Supervisor:
             logging.getLogger().removeHandler(handler)
             handler.close()
 
+    def _outcome(self) -> Outcome:
+        """How the attempt ended, be it by an error of the supervisor's own."""
+        try:
+            return self._supervise()
+        except SlurmGrpoError as error:
+            return Outcome(status="failed", exit_code=error.exit_code, error=str(error))
+        except Exception as error:
+            log.exception("the supervisor failed")
+            return Outcome(
+                status="failed",
+                exit_code=ExitCode.FAILURE,
+                error=f"the supervisor failed: {error!r}",
+                log=self._attempt.log("supervisor"),
+            )
+
     def _supervise(self) -> Outcome:
         """Start, watch and end the roles. No process is left when it returns or raises."""
         self._server = ControlServer(self._scheduler, self._attempt, "127.0.0.1")
         self._display = make_display(self._run, self._cfg, self._console)
-        outcome = Outcome(status="failed", exit_code=ExitCode.FAILURE, error="supervisor error")
+        reason = "the supervisor failed"
         try:
             self._record_versions()
             self._start_all()
             outcome = self._watch()
+            reason = outcome.error or "the run is finished"
             return outcome
         finally:
-            self._end_all(outcome)
+            self._end_all(reason)
             self._server.close()
             self._display.close()
 
@@ -362,24 +378,28 @@ class Supervisor:
 
     # Ending
 
-    def _end_all(self, outcome: Outcome) -> None:
+    def _end_all(self, reason: str) -> None:
         """Ask the roles to leave, then make them."""
-        if not self._steps:
-            return
+        try:
+            if self._steps:
+                self._ask_to_leave(reason)
+        finally:
+            self._kill_all()
+            while self._steps:
+                self._signals.wait(0.05)
+                self._reap()
+
+    def _ask_to_leave(self, reason: str) -> None:
         with self._server.locked() as scheduler:
-            scheduler.request_stop(outcome.error or "the run is finished", time.monotonic())
+            scheduler.request_stop(reason, time.monotonic())
         grace_s = min(self._cfg.cluster.stop_grace_s, MAX_END_S)
-        started, terminated = time.monotonic(), False
+        started, is_terminated = time.monotonic(), False
         while self._steps and (waited := time.monotonic() - started) < grace_s:
-            if not terminated and waited > grace_s / 2:
-                terminated = True
+            if not is_terminated and waited > grace_s / 2:
+                is_terminated = True
                 for step in self._steps.values():
                     step.terminate()
             self._signals.wait(0.1)
-            self._reap()
-        self._kill_all()
-        while self._steps:
-            self._signals.wait(0.05)
             self._reap()
 
     def _kill_all(self) -> None:
