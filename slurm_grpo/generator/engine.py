@@ -7,6 +7,7 @@ weights and refuses to sample until the first version is installed. Knows nothin
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -76,7 +77,7 @@ class Engine:
         """`load_weights` also reads the weights of `model.path`, as version 0, for use without a trainer."""
         self._cfg = cfg
         self._sampling = cfg.generator.sampling
-        self._cache_dir = _prepare_environment()
+        self._cache_dir = _prepare_environment(cfg.generator.engine.enforce_eager)
         self._llm: LLMEngine = _build_llm_engine(cfg, seed, "auto" if load_weights else "dummy")
         self.tokenizer: Any = self._llm.get_tokenizer()
         self.installed_version: int | None = None
@@ -209,7 +210,8 @@ class Engine:
     def _add_request(self, token_ids: list[int], params: Any) -> str:
         request_id = str(self._n_admitted)
         self._n_admitted += 1
-        self._llm.add_request(request_id, {"prompt_token_ids": token_ids}, params)
+        prompt: Any = {"type": "token", "prompt_token_ids": token_ids}
+        self._llm.add_request(request_id, prompt, params)
         return request_id
 
     def _advance(self, probe: str | None = None) -> Any:
@@ -276,7 +278,7 @@ def _raise_first(replies: Sequence[dict[str, Any]], doing: str) -> None:
             raise kind(f"{doing}, worker {worker}: {reply['error']}")
 
 
-def _prepare_environment() -> Path | None:
+def _prepare_environment(eager: bool) -> Path | None:
     """Settings that vLLM reads from the environment when it is imported; returns the cache directory made, if any.
 
     Concurrent engines would corrupt one cache on a shared file system, so each has its own on this node.
@@ -290,6 +292,9 @@ def _prepare_environment() -> Path | None:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if eager:
+        # vLLM compiles one sampling helper even then: twenty seconds before the first token with a fresh cache.
+        defaults["TORCH_COMPILE_DISABLE"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     unset = [n for n in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR") if n not in os.environ]
@@ -301,6 +306,17 @@ def _prepare_environment() -> Path | None:
     return directory
 
 
+def _register_model_class(model_path: str) -> None:
+    """Import the model's class here; vLLM would start an interpreter to look at it, for some ten seconds."""
+    from vllm import ModelRegistry
+
+    config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+    for architecture in config.get("architectures") or ():
+        known = ModelRegistry.models.get(architecture)
+        if known is not None:
+            ModelRegistry.register_model(architecture, known.load_model_cls())
+
+
 def _build_llm_engine(cfg: Config, seed: int, load_format: str) -> LLMEngine:
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -310,6 +326,8 @@ def _build_llm_engine(cfg: Config, seed: int, load_format: str) -> LLMEngine:
     from slurm_grpo.generator import weight_receiver
 
     engine = cfg.generator.engine
+    if engine.tensor_parallel == 1:
+        _register_model_class(cfg.model.path)
     memory: dict[str, Any] = {"gpu_memory_utilization": engine.gpu_memory_utilization}
     if current_platform.is_cpu():
         memory = {"kv_cache_memory_bytes": int(engine.kv_cache_gib * 2**30)}
@@ -326,6 +344,7 @@ def _build_llm_engine(cfg: Config, seed: int, load_format: str) -> LLMEngine:
         block_size=engine.block_size,
         enforce_eager=engine.enforce_eager,
         enable_prefix_caching=True,
+        use_tqdm_on_load=False,
         # vLLM on CPUs cannot prefill a seeded request in several chunks.
         enable_chunked_prefill=False,
         # A batch in flight would be labelled with the version that is installed while it runs.
