@@ -1,0 +1,36 @@
+"""Which checkpoints of a run are complete. Directory names only: no torch, for the supervisor and the login node.
+
+A checkpoint is written into `<name>.partial`, marked COMPLETE, then renamed; anything else was cut short.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from slurm_grpo.rundir import RunDir
+
+COMPLETE = "COMPLETE"
+"""File whose presence marks a checkpoint as whole; written last."""
+
+
+def partial(path: Path) -> Path:
+    """Where a checkpoint or export is assembled before it gets its name."""
+    return path.with_name(path.name + ".partial")
+
+
+def complete_steps(run: RunDir) -> list[int]:
+    """Steps with a complete checkpoint, ascending."""
+    if not run.checkpoints.is_dir():
+        return []
+    return sorted(
+        int(match[1])
+        for path in run.checkpoints.iterdir()
+        if (match := re.fullmatch(r"step_(\d+)", path.name)) and (path / COMPLETE).is_file()
+    )
+
+
+def latest_complete(run: RunDir) -> int | None:
+    """Step of the newest complete checkpoint, None if there is none."""
+    steps = complete_steps(run)
+    return steps[-1] if steps else None

@@ -1,0 +1,171 @@
+"""Checkpoints (DCP: model, optimizer, step, RNG) and Hugging Face exports of the trained model.
+
+Every rank calls these together. A checkpoint is assembled beside its place, synced, marked complete and renamed by
+rank 0, so that a kill at any instant leaves the former one as the latest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from slurm_grpo.checkpoint_dirs import COMPLETE, complete_steps, partial
+from slurm_grpo.errors import StorageError
+from slurm_grpo.fsio import storage_errors, sync_directory, write_durably
+from slurm_grpo.rundir import RunDir
+from slurm_grpo.trainer.hf_layers import iter_hf_layers
+from slurm_grpo.trainer.learner import Learner
+
+MAX_FILE_BYTES = 4 << 30
+"""Size at which an export starts another safetensors file."""
+
+
+def save_checkpoint(run: RunDir, step: int, learner: Learner) -> None:
+    """Write the checkpoint of `step`; complete when this returns. Raises StorageError."""
+    path = run.checkpoint(step)
+    work = partial(path)
+    with storage_errors("write a checkpoint to", work):
+        _lead_alone(lambda: _fresh(work))
+        dcp.save(_state(learner), checkpoint_id=str(work))
+        _lead_alone(lambda: _finish(work, path, json.dumps({"step": step}).encode()))
+
+
+def load_checkpoint(run: RunDir, step: int, learner: Learner) -> None:
+    """Restore model, optimizer, step and RNG; the number of ranks may differ from when it was written."""
+    path = run.checkpoint(step)
+    state = _state(learner)
+    with storage_errors("read the checkpoint", path):
+        dcp.load(state, checkpoint_id=str(path))
+    set_model_state_dict(learner.model, state["model"])
+    set_optimizer_state_dict(learner.model, learner.optimizer, state["optimizer"])
+    torch.set_rng_state(state["rng"])
+    learner.step = int(state["step"])
+    if learner.step != step:
+        raise StorageError(f"read the checkpoint {path}: it holds step {learner.step}, not {step}.")
+
+
+def prune(run: RunDir, keep: int) -> None:
+    """Remove all but the newest `keep` complete checkpoints. Rank 0 only."""
+    for step in complete_steps(run)[: -max(1, keep)]:
+        path = run.checkpoint(step)
+        (path / COMPLETE).unlink()  # first, so that a half-removed one does not count
+        shutil.rmtree(path)
+
+
+def export_hf(run: RunDir, step: int, learner: Learner) -> Path:
+    """Write a Hugging Face directory in the engine's dtype that transformers and vLLM load; returns its path."""
+    path = run.hf_export(step)
+    work = partial(path)
+    dtype: torch.dtype = getattr(torch, learner.cfg.generator.engine.dtype)
+    with storage_errors("export the model to", work):
+        _lead_alone(lambda: _fresh(work))
+        writer = _SafetensorsWriter(work) if dist.get_rank() == 0 else None
+        for layer in iter_hf_layers(learner.model, learner.adapter, dtype):
+            if writer is not None:
+                writer.add(layer)
+        if writer is not None:
+            writer.close()
+            _copy_companions(Path(learner.cfg.model.path), work, learner.cfg.generator.engine.dtype)
+            _finish(work, path, b"")
+        dist.barrier()
+    return path
+
+
+def _state(learner: Learner) -> dict[str, Any]:
+    """Tensors of the learner's own, as DCP reads and writes them in place."""
+    return {
+        "model": get_model_state_dict(learner.model),
+        "optimizer": get_optimizer_state_dict(learner.model, learner.optimizer),
+        "step": torch.tensor(learner.step),
+        "rng": torch.get_rng_state(),
+    }
+
+
+def _lead_alone(action: Any) -> None:
+    if dist.get_rank() == 0:
+        action()
+    dist.barrier()
+
+
+def _fresh(work: Path) -> None:
+    if work.exists():
+        shutil.rmtree(work)
+    work.mkdir(parents=True)
+
+
+def _finish(work: Path, path: Path, marker: bytes) -> None:
+    for file in work.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+    write_durably(work / COMPLETE, marker)
+    if path.exists():
+        shutil.rmtree(path)
+    work.rename(path)
+    sync_directory(path.parent)
+
+
+class _SafetensorsWriter:
+    """Collects layers into files of bounded size; `close` renames them and writes the index."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._held: dict[str, Tensor] = {}
+        self._held_bytes = 0
+        self._total_bytes = 0
+        self._files: list[list[str]] = []
+
+    def add(self, layer: list[tuple[str, Tensor]]) -> None:
+        size = sum(tensor.nbytes for _, tensor in layer)
+        if self._held and self._held_bytes + size > MAX_FILE_BYTES:
+            self._write()
+        self._held.update((name, tensor.cpu().contiguous().clone()) for name, tensor in layer)
+        self._held_bytes += size
+
+    def close(self) -> None:
+        self._write()
+        n = len(self._files)
+        names = [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+        if n == 1:
+            (self._folder / "0").rename(self._folder / "model.safetensors")
+            return
+        for i, name in enumerate(names):
+            (self._folder / str(i)).rename(self._folder / name)
+        index = {
+            "metadata": {"total_size": self._total_bytes},
+            "weight_map": {t: names[i] for i, tensors in enumerate(self._files) for t in tensors},
+        }
+        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+    def _write(self) -> None:
+        path = self._folder / str(len(self._files))
+        save_file(self._held, str(path), metadata={"format": "pt"})
+        self._files.append(list(self._held))
+        self._total_bytes += self._held_bytes
+        self._held, self._held_bytes = {}, 0
+
+
+def _copy_companions(model_dir: Path, work: Path, dtype: str) -> None:
+    """Configuration and tokenizer of the model it started from, with the dtype of the exported weights."""
+    for file in model_dir.iterdir():
+        weights = file.suffix in (".safetensors", ".bin", ".gguf", ".pt", ".pth")
+        if file.is_file() and not weights and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, work / file.name)
+    config = json.loads((work / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = dtype
+    (work / "config.json").write_text(json.dumps(config, indent=2))
