@@ -53,6 +53,7 @@ class Assignment:
         self._pools: list[_Pool] = []  # empty until begin
         self._owner: dict[int, int] = {}
         self._outstanding: list[set[int]] = [set() for _ in range(self._n_engines)]
+        self._times_lost: dict[int, int] = {}
         self._shard_of: dict[int, str] = {}  # announced group -> path
         self._shards: dict[str, dict[str, Any]] = {}  # path -> ShardRef JSON, wanted groups only
         self._done_below = 0
@@ -90,33 +91,31 @@ class Assignment:
         """Hand ids to the engines in `versions` (id -> installed version); returns those that got
         some.
 
-        `n_ready` engines share the window, so that the first to install a version does not take all
-        of it.
+        Outside strict mode the engine that owes least gets the lowest id, and no engine more than
+        its part of a step among the `n_ready`: the first to install a version must not take all.
         """
-        if not self._pools:
-            return set()
         given: set[int] = set()
+        if not self._pools or not versions:
+            return given
         if self._strict:
             for engine, version in versions.items():
-                while self._lowest(engine) < self.limit(version):
-                    self._give(engine)
+                while self._give(engine, version):
                     given.add(engine)
             return given
-        window = self._groups_per_step * (1 + self._max_staleness)
-        capacity = min(self._capacity, -(-window // max(1, n_ready)))
-        if not versions or self._lowest(0) >= self.limit(max(versions.values())):
+        if self._lowest(0) >= self.limit(max(versions.values())):
             return given
-        idle = [
-            (len(self._outstanding[e]), e) for e in versions if len(self._outstanding[e]) < capacity
-        ]
-        heapq.heapify(idle)
-        while idle:
-            n, engine = heapq.heappop(idle)
-            if self._lowest(engine) < self.limit(versions[engine]):
-                self._give(engine)
+        part = -(-self._groups_per_step // max(1, n_ready))
+        owing = ((len(self._outstanding[engine]), engine) for engine in versions)
+        queue = [(n, engine) for n, engine in owing if n < self._capacity]
+        heapq.heapify(queue)
+        while queue:
+            n, engine = heapq.heappop(queue)
+            step = self._lowest(engine) // self._groups_per_step
+            n_of_step = sum(g // self._groups_per_step == step for g in self._outstanding[engine])
+            if n_of_step < part and self._give(engine, versions[engine]):
                 given.add(engine)
-                if n + 1 < capacity:
-                    heapq.heappush(idle, (n + 1, engine))
+                if n + 1 < self._capacity:
+                    heapq.heappush(queue, (n + 1, engine))
         return given
 
     def release(self, engine: int) -> None:
@@ -148,7 +147,17 @@ class Assignment:
         for group_id in group_ids:
             if group_id in self._shard_of:
                 self._remove_from_shard(group_id)
+                self._times_lost[group_id] = self._times_lost.get(group_id, 0) + 1
                 heapq.heappush(self._pool(group_id).returned, group_id)
+
+    def times_lost(self, engine: int) -> dict[str, int]:
+        """For groups the engine owes that were lost before: how often.
+
+        An engine may miss the view between announcing a group and owing it again; this number is
+        what tells the two apart.
+        """
+        owed = self._outstanding[engine]
+        return {str(g): n for g, n in self._times_lost.items() if g in owed}
 
     def outstanding(self, engine: int) -> list[int]:
         """Ids the engine owes, ascending."""
@@ -170,10 +179,14 @@ class Assignment:
             pool.cursor += pool.stride
         return min(pool.returned[0], pool.cursor) if pool.returned else pool.cursor
 
-    def _give(self, engine: int) -> None:
+    def _give(self, engine: int, version: int) -> bool:
+        """Hand over the lowest id, if the engine's version allows it."""
+        if self._lowest(engine) >= self.limit(version):
+            return False
         group_id = self._pools[engine if self._strict else 0].take()
         self._owner[group_id] = engine
         self._outstanding[engine].add(group_id)
+        return True
 
     def _give_back(self, group_id: int) -> None:
         self._outstanding[self._owner.pop(group_id)].discard(group_id)

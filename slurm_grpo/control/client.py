@@ -81,7 +81,9 @@ class ControlClient:
         self._thread.start()
         with self._changed:
             self._changed.wait_for(lambda: self._view is not None or self._failure is not None)
-        self._check()
+        if self._failure is not None:
+            self.close()
+            raise self._failure
 
     @classmethod
     def from_env(cls) -> ControlClient:
@@ -163,7 +165,7 @@ class ControlClient:
                         return None
                     else:
                         raise DeadlineExceeded(
-                            f"{self._peer}: waited {timeout_s:.0f} s for {what}. "
+                            f"{self._peer}: waited {timeout_s:g} s for {what}. "
                             f"{_who_is_missing(view)}Start with {self._supervisor_log}"
                         )
 
@@ -186,7 +188,7 @@ class ControlClient:
             if self._confirmed < sent:
                 raise DeadlineExceeded(
                     f"{self._peer}: {sent - self._confirmed} messages not confirmed by the control "
-                    f"plane at {self._address} within {timeout_s:.0f} s. "
+                    f"plane at {self._address} within {timeout_s:g} s. "
                     f"Start with {self._supervisor_log}"
                 )
 

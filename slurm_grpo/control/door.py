@@ -25,6 +25,10 @@ class Door:
         self._epoch_version: int | None = None  # last version the epoch was used for
         self._broken = True
         self._members: dict[int, int] = {}  # engine -> incarnation, by engine id
+        self._first_ranks: dict[str, int] = {}
+        """Rank of each member's first worker; rank 0 is the sending trainer. Replaced, never
+        changed.
+        """
         self._waiting_since: dict[int, float] = {}
         self._arrived: set[int] = set()
         self._acks: dict[str, Any] = {}
@@ -118,14 +122,18 @@ class Door:
         """What a member needs to join: None for anybody else."""
         if self.version is None or engine not in self._members:
             return None
-        return {**self._common(), "store": self._store, "first_rank": self._first_ranks()[engine]}
+        return {
+            **self._common(),
+            "store": self._store,
+            "first_rank": self._first_ranks[engine_name(engine)],
+        }
 
     def trainer_view(self) -> dict[str, Any] | None:
         if self.version is None:
             return None
         return {
             **self._common(),
-            "members": {engine_name(e): rank for e, rank in self._first_ranks().items()},
+            "members": self._first_ranks,
             "arrived": [engine_name(e) for e in sorted(self._arrived)],
             "acks": dict(self._acks),
             "failed": dict(self._failed),
@@ -140,10 +148,6 @@ class Door:
             "go": self.go,
         }
 
-    def _first_ranks(self) -> dict[int, int]:
-        """Rank of each member's first worker; rank 0 is the sending trainer."""
-        return {e: 1 + self._tensor_parallel * i for i, e in enumerate(self._members)}
-
     def _is_current(self, epoch: int, version: int) -> bool:
         return self.version is not None and (epoch, version) == (self._epoch, self.version)
 
@@ -154,6 +158,9 @@ class Door:
         self._epoch_version = self.version
         self._broken = False
         self._members = members
+        self._first_ranks = {
+            engine_name(e): 1 + self._tensor_parallel * i for i, e in enumerate(members)
+        }
         self._waiting_since = {e: self._waiting_since.get(e, now) for e in members}
         self.go = False
         self._arrived, self._acks, self._failed = set(), {}, {}

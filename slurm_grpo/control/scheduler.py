@@ -59,8 +59,10 @@ class _Engine(_Peer):
     installed: int | None = None
     """Version the engine says it generates with."""
     is_installing: bool = False
+    probe: list[int] = field(default_factory=list)
+    """Token ids whose log-probabilities it reports after every installation."""
     stats: Body = field(default_factory=dict)
-    """What it reported beside its last `installed`."""
+    """The body of its last `installed`."""
     card: View | None = None
     """Its entry in the trainer's view, without ages; None when it has to be made again."""
 
@@ -165,7 +167,7 @@ class Scheduler:
             )
         sender.installed = version
         sender.is_installing = False
-        sender.stats = stats
+        sender.stats = {"version": version, **stats}
         self._touch(sender)
         self._assign()
 
@@ -382,6 +384,7 @@ class Scheduler:
             return {
                 "stop": self._stop or ("the run is finished" if self.finished else None),
                 "groups": self._assignment.outstanding(peer.engine_id),
+                "again": self._assignment.times_lost(peer.engine_id),
                 "door": door,
                 "committed": peer.committed if door is None else None,
                 "evals": self._evaluations.chunks(peer.engine_id),
@@ -396,7 +399,7 @@ class Scheduler:
             "door": self._door.trainer_view(),
             "unsynced": self._unsynced(),
             "evals": self._evaluations.complete(),
-            "engines": {e.name: self._card(e) for e in self._engines},
+            "engines": {e.name: e.card or self._card(e) for e in self._engines},
         }
 
     def _card(self, engine: _Engine) -> View:
@@ -416,13 +419,13 @@ class Scheduler:
 
     def _unsynced(self) -> list[str]:
         """Ready engines without the committed version that no open door will give it to."""
-        at_door = self._door.members
+        at_door = set(self._door.members)
         return [
             e.name
             for e in self._engines
-            if e.state == "ready"
+            if (e.committed is None or e.committed != self._version)
+            and e.state == "ready"
             and e.engine_id not in at_door
-            and (e.committed is None or e.committed != self._version)
         ]
 
     # Helpers
