@@ -115,11 +115,7 @@ class PlainLines:
         self._phase = ""
 
     def update(self, state: RunState) -> None:
-        if self._feed.poll():
-            for row in self._feed.rows:
-                if _row_key(row) not in self._printed:
-                    self._printed.add(_row_key(row))
-                    self._line(self._describe(row))
+        self._print_new_rows()
         if state.phase != self._phase:
             self._phase = state.phase
             if state.phase != "training":
@@ -129,7 +125,14 @@ class PlainLines:
         self._line(text)
 
     def close(self) -> None:
-        pass
+        self._print_new_rows()
+
+    def _print_new_rows(self) -> None:
+        if self._feed.poll():
+            for row in self._feed.rows:
+                if _row_key(row) not in self._printed:
+                    self._printed.add(_row_key(row))
+                    self._line(self._describe(row))
 
     def _line(self, text: str) -> None:
         self._console.print(
@@ -211,6 +214,9 @@ class LivePanel:
             subtitle=f"{_clock(elapsed_s)}  Ctrl-C stops",
             subtitle_align="right",
             border_style="blue",
+            # The terminal echoes ^C behind the last line; a wrap there would leave a piece of the
+            # panel behind.
+            width=self._console.width - 2,
         )
 
     def _numbers(self, last: Row) -> RenderableType:
@@ -236,7 +242,7 @@ class LivePanel:
         return table
 
 
-def show_end(run: RunDir, summary: Summary, console: Console, *, picture: str) -> None:
+def show_end(run: RunDir, summary: Summary, console: Console, *, picture: str | None) -> None:
     """Print the closing table, where the reward curve is (`picture`), and what to try next."""
     table = Table(title=f"{run.root.name}: {summary['status']}", title_justify="left", box=None)
     table.add_column(style="dim")
@@ -255,7 +261,8 @@ def show_end(run: RunDir, summary: Summary, console: Console, *, picture: str) -
             table.add_row(f"  {_PHASE_LABELS[phase]}", _seconds(value))
     table.add_row("peak memory", f"{summary['peak_pss_bytes'] / 2**30:.2f} GiB, all processes")
     table.add_row("wall time", _clock(summary["wall_s"]))
-    table.add_row("reward curve", picture)
+    if picture is not None:
+        table.add_row("reward curve", picture)
     table.add_row("run directory", str(run.root))
     console.print()
     console.print(table)

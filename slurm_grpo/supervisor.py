@@ -8,6 +8,7 @@ peers that went silent. It imports neither torch nor vLLM, and never touches epi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -44,13 +45,13 @@ FINISH_S = 60.0
 """Seconds the roles have to leave by themselves once the run is finished."""
 FAILURE_EXIT_S = 10.0
 """Seconds a trainer rank may take to exit after it reported its failure."""
-MAX_END_S = 8.0
+MAX_END_S = 6.0
 """Whatever `cluster.stop_grace_s` says, everything is killed this long after a stop."""
 _PSS_EVERY_S = 3.0
 _TAIL_LINES = 60
 _ROLE_MODULES = {"engine": "slurm_grpo.generator.role", "trainer": "slurm_grpo.trainer.role"}
 _EXIT_MEANINGS = {
-    ExitCode.OK: "before the run was finished",
+    ExitCode.OK: "by itself",
     ExitCode.FAILURE: "an unexpected exception",
     ExitCode.CONFIG: "the configuration cannot be used",
     ExitCode.NON_FINITE: "a loss or gradient is not finite",
@@ -248,9 +249,7 @@ class Supervisor:
         number = self._signals.stop_signal
         if number is not None:
             name = signal.Signals(number).name
-            return Outcome(
-                status="interrupted", exit_code=128 + number, error=f"interrupted by {name}"
-            )
+            return Outcome(status="interrupted", exit_code=128 + number, error=f"received {name}")
         if self._signals.boundary_stop:
             self._signals.boundary_stop = False
             self._note("asked to stop: saving a checkpoint at the next step boundary")
@@ -275,7 +274,8 @@ class Supervisor:
         trainers = {peer: code for peer, code in codes.items() if peer.startswith("trainer-")}
         if trainers:
             peer = min(trainers, key=lambda peer: (_suspicion(trainers[peer]), peer))
-            return self._failed(peer, trainers[peer])
+            more = " before the run was finished" if trainers[peer] == ExitCode.OK else ""
+            return self._failed(peer, trainers[peer], more)
         for peer, code in codes.items():
             if outcome := self._on_engine_exit(peer, code, now):
                 return outcome
@@ -409,12 +409,14 @@ class Supervisor:
     def _report(self, outcome: Outcome) -> None:
         """The summary on disk and the last words on the screen; a failure's log comes last."""
         summary = write_summary(self._run, self._cfg, status=outcome.status, error=outcome.error)
-        show_end(self._run, summary, self._console, picture=self._draw())
-        if outcome.error is None:
-            return
-        self._print(f"\n{outcome.status}: {outcome.error}")
-        if outcome.log is not None:
-            self._print(f"The end of {outcome.log}:\n{last_words(outcome.log)}")
+        # Somebody who interrupts does not want to wait for matplotlib.
+        picture = None if outcome.status == "interrupted" else self._draw()
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            show_end(self._run, summary, self._console, picture=picture)
+            if outcome.error is not None:
+                self._print(f"\n{outcome.status}: {outcome.error}")
+            if outcome.log is not None:
+                self._print(f"The end of {outcome.log}:\n{last_words(outcome.log)}")
 
     def _draw(self) -> str:
         path = self._run.root / "reward.png"

@@ -105,7 +105,8 @@ class LocalStep:
 
     def terminate(self) -> None:
         if self._code is None:
-            self._process.send_signal(signal.SIGTERM)
+            # Not Popen.send_signal, which reaps a process that has ended before `poll` sees it.
+            os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         if self._code is None:

@@ -145,20 +145,20 @@ def test_a_killed_supervisor_leaves_no_role_process(tmp_path: Path) -> None:
         assert json.loads((s.run.attempt(0).root / "supervisor.json").read_text())["wall_s"] >= 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("number", "grace_s"), [(signal.SIGTERM, 60.0), (signal.SIGINT, 1.0)])
 def test_a_signal_ends_everything_in_ten_seconds_even_roles_that_ignore_it(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: int, grace_s: float
 ) -> None:
-    cfg = replace(CONFIG, cluster=replace(CONFIG.cluster, stop_grace_s=60))
+    cfg = replace(CONFIG, cluster=replace(CONFIG.cluster, stop_grace_s=grace_s))
     orders = {"engine-1": {"ignore_term": True}, "trainer-0": {"hang_at": 2, "ignore_term": True}}
     with supervised(tmp_path, cfg, orders) as s:
         s.wait_for_steps(1)
         roles = set(s.roles())
         started = time.monotonic()
         s.process.send_signal(number)
+        assert_gone(roles, timeout_s=10)
         assert s.wait() == 128 + number
         assert time.monotonic() - started < 10
-        assert_gone(roles, timeout_s=0.5)
         assert s.summary()["status"] == "interrupted"
         assert s.run.attempt(0).exit_code("engine-0").read_text() == "0\n"
         assert s.run.attempt(0).exit_code("engine-1").read_text() == "-9\n"
@@ -233,8 +233,8 @@ def test_a_failing_trainer_rank_fails_the_run_and_its_traceback_comes_last(tmp_p
 
 def test_a_silent_engine_is_killed_and_replaced(tmp_path: Path) -> None:
     cluster = replace(CONFIG.cluster, heartbeat_timeout_s=3)
-    cfg = replace(CONFIG, cluster=cluster, run=replace(CONFIG.run, steps=60))
-    with supervised(tmp_path, cfg, {"trainer-0": {"step_s": 0.2}}) as s:
+    cfg = replace(CONFIG, cluster=cluster, run=replace(CONFIG.run, steps=12))
+    with supervised(tmp_path, cfg, {"trainer-0": {"step_s": 0.1}}) as s:
         s.wait_for_steps(1)
         by_name = {
             Path(f"/proc/{pid}/environ")
@@ -247,7 +247,7 @@ def test_a_silent_engine_is_killed_and_replaced(tmp_path: Path) -> None:
         assert s.wait(90) == ExitCode.OK, s.text()
         assert "killing engine-1" in s.text()
         assert "no heartbeat" in s.text()
-        assert len(s.steps()) == 60
+        assert len(s.steps()) == 12
 
 
 def test_a_second_supervisor_on_a_live_run_is_refused_by_name(tmp_path: Path) -> None:
@@ -277,11 +277,20 @@ def test_a_supervisor_with_nothing_to_do_hardly_uses_the_cpu(tmp_path: Path) -> 
         s.wait_for_steps(1)
         time.sleep(1)
         before = cpu_seconds(s.process.pid)
-        time.sleep(5)
+        time.sleep(4)
         used = cpu_seconds(s.process.pid) - before
-        assert used / 5 < 0.02, f"{used / 5:.1%} of a core"
+        assert used / 4 < 0.02, f"{used / 4:.1%} of a core"
         s.process.send_signal(signal.SIGTERM)
         s.wait()
+
+
+def test_the_supervisor_needs_neither_torch_nor_vllm_nor_h5py() -> None:
+    code = (
+        "import sys, slurm_grpo.supervisor; "
+        "sys.exit(str({'torch', 'vllm', 'h5py', 'transformers', 'wandb'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == "set()\n"
 
 
 def cpu_seconds(pid: int) -> float:

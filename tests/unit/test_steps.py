@@ -75,6 +75,16 @@ def test_a_step_killed_by_a_signal_records_its_negative_number(tmp_path: Path) -
     assert (tmp_path / "engine-0.exit").read_text() == "-9\n"
 
 
+def test_terminate_after_an_unseen_end_is_harmless(tmp_path: Path) -> None:
+    step = LocalLauncher().start(spec(tmp_path, *python("raise SystemExit(4)")))
+    os.waitid(os.P_PID, step.pid, os.WEXITED | os.WNOWAIT)
+    step.terminate()
+    assert step.poll() == 4
+    step.terminate()
+    step.kill()
+    assert step.poll() == 4
+
+
 def test_a_program_that_does_not_exist_ends_with_a_reason_in_the_log(tmp_path: Path) -> None:
     step = LocalLauncher().start(spec(tmp_path, "/no/such/python"))
     assert wait_for_end(step) == 1

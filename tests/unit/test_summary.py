@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
+from slurm_grpo import attempt
 from slurm_grpo.attempt import AttemptRecord, RunLock, take_attempt
 from slurm_grpo.config import Config, ModelConfig, RunConfig
 from slurm_grpo.errors import ConfigError
@@ -121,6 +123,24 @@ def test_the_lock_of_a_dead_supervisor_is_taken_over(
     RunLock(run).acquire()
     assert json.loads(path.read_text()).items() >= {"pid": os.getpid()}.items()
     assert [p.name for p in tmp_path.iterdir()] == ["supervisor.lock"]
+
+
+@pytest.mark.parametrize("renews", [True, False])
+def test_a_holder_on_another_host_lives_while_it_renews_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renews: bool
+) -> None:
+    monkeypatch.setattr(attempt, "_FOREIGN_WATCH_S", 1.5)
+    path = tmp_path / "supervisor.lock"
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "start_ticks": 1}))
+    if renews:
+        timer = threading.Timer(0.3, os.utime, (path,))
+        timer.start()
+        with pytest.raises(ConfigError, match="host elsewhere, pid 1"):
+            RunLock(RunDir(tmp_path)).acquire()
+        timer.join()
+    else:
+        RunLock(RunDir(tmp_path)).acquire()
+        assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
 def test_versions_name_the_interpreter_and_the_code() -> None:
