@@ -7,4 +7,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 printf 'slurm_grpo quickstart\n'
 setup
 cd "$REPO"
-exec "$PYTHON" launch/submit.py configs/quickstart.yaml --model.path "$MODEL" "$@"
+exec "$PYTHON" launch/submit.py configs/quickstart.yaml "$@"

