@@ -15,11 +15,10 @@ class RunConfig:
     """Identity and length of the run."""
 
     name: str = ""
-    """Directory name under `runs_dir`; empty: made of the configuration's file name, the seed and
-    the time."""
+    """Directory under `runs_dir`. Empty: the configuration's file name, the seed and the time."""
     runs_dir: str = "runs"
-    """Where run directories are made, relative to the current directory; on a cluster a shared file
-    system."""
+    """Where run directories are made; on a cluster, a shared file system.
+    Relative to the current directory."""
     seed: int = 0
     """Seeds prompts, sampling and nothing else: the initial weights come from `model.path`."""
     steps: int = 40
@@ -31,9 +30,10 @@ class ModelConfig:
     """The weights the run starts from."""
 
     path: str = ""
-    """Required. Hugging Face model directory (config.json, safetensors, tokenizer); llama and qwen3
-    (dense) families. Relative to the configuration file; `~`, `$VAR` and `${VAR:-default}` are
-    expanded, here and in every other path."""
+    """Required. Hugging Face model directory (config.json, safetensors, tokenizer).
+    Families: llama, qwen3 (dense).
+    Relative to the configuration file, or to the current directory when given as an option.
+    Every path may hold `~`, `$VAR` and `${VAR:-default}`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,15 +41,14 @@ class ScorerConfig:
     """How an answer is judged."""
 
     name: str = "last_number"
-    """`exact`, `last_number`, `regex`, or your own function as `module:function`, called with
-    (completion_text, target); it returns a reward, or a dict of parts, of which `reward` is the
-    total (their sum by default)."""
+    """`exact`, `last_number`, `regex`, or your own function as `module:function`.
+    It is called with (completion_text, target).
+    It returns a number, a bool or a dict of parts; `reward` is their total (default: the sum)."""
     regex: str | None = None
-    """With `regex`: the pattern whose last match (its first group, if it has one) must equal the
-    answer."""
+    """With `regex`: the last match (its first group, if it has one) must equal the answer."""
     module_dir: str | None = None
-    """With `module:function`: the directory to import it from; by default the configuration's or
-    the current one."""
+    """With `module:function`: the directory that holds the module.
+    By default the configuration file's, the current one, or the installed packages."""
     timeout_s: float = 5.0
     """Seconds one episode's scoring may take before it is marked as an error."""
     max_errors: int = 64
@@ -63,13 +62,11 @@ class TaskConfig:
     name: Literal["addition", "sum_digits", "jsonl"] = "addition"
     """Built-in task, or `jsonl` for your own rows of `prompt` and `answer`."""
     path: str | None = None
-    """With `jsonl`: the training rows. Relative to the configuration file."""
+    """With `jsonl`: the training rows. Relative like model.path."""
     eval_path: str | None = None
-    """With `jsonl`: held-out rows; without it there is no evaluation. Relative to the configuration
-    file."""
+    """With `jsonl`: held-out rows; without it there is no evaluation."""
     chat_template: bool = False
-    """Render a text prompt as one user message through the tokenizer's chat template (chat rows
-    always are)."""
+    """Send a text prompt as one user message through the chat template (chat rows always go)."""
     scorer: ScorerConfig = field(default_factory=ScorerConfig)
 
 
@@ -98,8 +95,7 @@ class AlgorithmConfig:
     clip_high: float = 0.28
     """The importance ratio is clipped above at 1 + clip_high."""
     max_staleness: int = 0
-    """Steps an episode's oldest token may lag behind the policy that trains on it; 0 is strictly
-    on-policy."""
+    """Steps an episode's oldest token may lag behind the policy it trains; 0: on-policy."""
     order: Literal["strict", "ready"] = "strict"
     """Train on groups by group id (`strict`) or as they become ready (`ready`)."""
     drop_zero_spread: bool = False
@@ -155,8 +151,8 @@ class GeneratorConfig:
     threads: int = 2
     """CPU threads per engine."""
     publish_groups: int = 4
-    """Publish a shard after this many groups (strict on-policy runs publish one shard per engine
-    and step)."""
+    """Publish a shard after this many groups.
+    Strict on-policy runs publish one shard per engine and step."""
     publish_after_s: float = 2.0
     """Publish what is there after this many seconds."""
     max_restarts: int = 3
@@ -225,8 +221,7 @@ class TrainerConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     wait_for_groups_s: float = 1800.0
-    """Seconds a step may wait for its groups before the run fails, naming the engines it waited
-    for."""
+    """Seconds a step may wait for its groups before the run fails, naming the engines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,6 +234,9 @@ class WeightSyncConfig:
     """Seconds an engine may take to come to the door before it is given up and restarted."""
     transfer_timeout_s: float = 120.0
     """Seconds one broadcast may take before both sides abort the group and a new one is formed."""
+    max_probe_difference: float = 1.0
+    """Mean absolute log-probability difference (nats) that fails a run after a sync.
+    Engines and trainer compare a fixed prompt: above it, the engine runs other weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,8 +258,7 @@ class ClusterConfig:
     kind: Literal["local"] = "local"
     """`local`: the supervisor in the foreground, roles as its child processes."""
     python: str | None = None
-    """Interpreter of the role processes (with torch and vLLM); the launching interpreter by
-    default."""
+    """Interpreter of the role processes (with torch and vLLM); by default the launching one."""
     start_timeout_s: float = 600.0
     """Seconds a role may take from its start until it is ready."""
     heartbeat_timeout_s: float = 60.0

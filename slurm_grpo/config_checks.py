@@ -98,6 +98,7 @@ _RANGES: dict[str, _Range] = {
     "weight_sync.bucket_mib": _at_least(1),
     "weight_sync.door_timeout_s": _POSITIVE,
     "weight_sync.transfer_timeout_s": _POSITIVE,
+    "weight_sync.max_probe_difference": _POSITIVE,
     "cluster.start_timeout_s": _POSITIVE,
     "cluster.heartbeat_timeout_s": _POSITIVE,
     "cluster.stop_grace_s": _POSITIVE,
@@ -151,9 +152,9 @@ def _lengths(cfg: Config) -> Iterator[Finding]:
     if sampling.max_new_tokens >= engine.max_model_len:
         yield Finding(
             keys=("generator.sampling.max_new_tokens", "generator.engine.max_model_len"),
-            text=f"generator.sampling.max_new_tokens: {sampling.max_new_tokens} leaves no token for a "
-            f"prompt; expected less than generator.engine.max_model_len = {engine.max_model_len}. "
-            "Raise that, or lower this.",
+            text=f"generator.sampling.max_new_tokens: {sampling.max_new_tokens} leaves no token "
+            f"for a prompt; expected less than generator.engine.max_model_len = "
+            f"{engine.max_model_len}. Raise that, or lower this.",
         )
     if engine.max_num_batched_tokens < engine.max_model_len:
         yield Finding(
@@ -165,23 +166,23 @@ def _lengths(cfg: Config) -> Iterator[Finding]:
     if engine.max_num_batched_tokens < engine.max_num_seqs:
         yield Finding(
             keys=("generator.engine.max_num_batched_tokens", "generator.engine.max_num_seqs"),
-            text=f"generator.engine.max_num_batched_tokens: {engine.max_num_batched_tokens} is less "
-            f"than one token for each of generator.engine.max_num_seqs = {engine.max_num_seqs}. "
-            "Raise it, or lower max_num_seqs.",
+            text=f"generator.engine.max_num_batched_tokens: {engine.max_num_batched_tokens} is "
+            "less than one token for each of generator.engine.max_num_seqs = "
+            f"{engine.max_num_seqs}. Raise it, or lower max_num_seqs.",
         )
     budget = cfg.trainer.tokens_per_microbatch
     if budget < engine.max_model_len:
         yield Finding(
             keys=("trainer.tokens_per_microbatch", "generator.engine.max_model_len"),
             text=f"trainer.tokens_per_microbatch: {budget} cannot hold the longest prompt plus "
-            f"completion, generator.engine.max_model_len = {engine.max_model_len} tokens. Raise it, "
-            "or lower max_model_len.",
+            f"completion, generator.engine.max_model_len = {engine.max_model_len} tokens. Raise "
+            "it, or lower max_model_len.",
         )
     if "" in sampling.stop:
         yield Finding(
             keys=("generator.sampling.stop",),
-            text="generator.sampling.stop: holds an empty text, which would end every completion at "
-            "once. Remove it.",
+            text="generator.sampling.stop: holds an empty text, which would end every completion "
+            "at once. Remove it.",
         )
 
 
@@ -191,8 +192,8 @@ def _algorithm(cfg: Config) -> Iterator[Finding]:
         yield Finding(
             keys=("generator.n_engines", "algorithm.groups_per_step", "algorithm.max_staleness"),
             text=f"generator.n_engines: {n_engines} engines share algorithm.groups_per_step = "
-            f"{groups} groups a step, so {n_engines - groups} would idle. Lower it to {groups}, raise "
-            "groups_per_step, or allow algorithm.max_staleness.",
+            f"{groups} groups a step, so {n_engines - groups} would idle. Lower it to {groups}, "
+            "raise groups_per_step, or allow algorithm.max_staleness.",
         )
 
 
@@ -221,8 +222,8 @@ def _unused(cfg: Config) -> Iterator[Finding]:
         if value is not None and task.name != "jsonl":
             yield Finding(
                 keys=(key, "task.name"),
-                text=f"{key}: has no effect with task.name = {task.name}. Set the name to jsonl, or "
-                "leave it out.",
+                text=f"{key}: has no effect with task.name = {task.name}. Set the name to jsonl, "
+                "or leave it out.",
             )
 
 
@@ -256,8 +257,8 @@ def _cluster(cfg: Config) -> Iterator[Finding]:
     if cfg.cluster.python is not None and shutil.which(cfg.cluster.python) is None:
         yield Finding(
             keys=("cluster.python",),
-            text=f"cluster.python: {cfg.cluster.python} is no program; expected the interpreter of an "
-            "environment with torch and vLLM. Leave it out to use the launching one.",
+            text=f"cluster.python: {cfg.cluster.python} is no program; expected the interpreter of "
+            "an environment with torch and vLLM. Leave it out to use the launching one.",
         )
     if cfg.wandb.enabled and not cfg.wandb.project:
         yield Finding(

@@ -1,4 +1,5 @@
-"""From a YAML file and command-line overrides to a checked `Config`, and to its frozen copy in the run directory.
+"""From a YAML file and options to a checked `Config`, and to its frozen copy in the run
+directory.
 
 Called on the login node, before anything is allocated. Promises that every problem that can be
 known there is reported at once, each with its file and line (or the option) and its dotted key;
@@ -27,7 +28,7 @@ from slurm_grpo.errors import ConfigError
 from slurm_grpo.fsio import write_durably
 
 _DATA_PATHS = ("model.path", "task.path", "task.eval_path", "task.scorer.module_dir")
-"""Relative to the configuration file when it names them, to the current directory when an option does."""
+"""Relative to the configuration file; to the current directory when an option gives them."""
 _OTHER_PATHS = ("run.runs_dir", "cluster.python")
 """Relative to the current directory wherever they come from."""
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^}]*))?\})")
@@ -40,11 +41,11 @@ class Problem:
     where: str
     """`file:line`, the option, or `default`."""
     text: str
-    """Begins with the dotted key."""
+    """Begins with the dotted key, unless `where` is its option."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), *, check: bool = True) -> Config:
-    """The configuration in `path`, changed by `overrides` (`["--trainer.optimizer.lr", "1e-5"]`), paths resolved.
+    """The configuration in `path`, changed by `overrides`: `["--trainer.optimizer.lr", "1e-5"]`.
 
     Raises `ConfigError` listing every problem. `check=False` leaves out the rules of `check_config`
     and thus everything that looks at other files.
@@ -60,30 +61,32 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, check: bool = True
     problems = [Problem(where=w, text=f"{key}: {t}" if key else t) for w, key, t in reader.problems]
     bad_keys = {key for _, key, _ in reader.problems}
 
-    override_problems, flags = _diagnose(overrides), _flagged_keys(overrides)
-    if overrides and not override_problems:
+    flags = {_key_of(option)[0] for option, _ in _chunks(overrides)}
+    good, override_problems = _sort_out(overrides)
+    if good:
         try:
-            cfg = _apply(cfg, overrides)
+            cfg = _apply(cfg, good)
         except ConfigError as error:
-            override_problems.append(Problem(where="command line", text=str(error)))
-    problems += override_problems
-    bad_keys |= {flags_key for flags_key in flags if override_problems}
+            override_problems.append(("command line", "", str(error)))
+    problems += [Problem(where=option, text=t) for option, _, t in override_problems]
+    bad_keys |= {key for _, key, _ in override_problems}
 
-    def where(key: str) -> str:
+    def problem(key: str, text: str) -> Problem:
         if key in flags:
-            return f"--{key}"
+            return Problem(where=f"--{key}", text=text.removeprefix(f"{key}: "))
         line = reader.lines.get(key)
-        return f"{reader.file}:{line}" if line is not None else f"{reader.file} (default)"
+        where = f"{reader.file}:{line}" if line is not None else f"{reader.file} (default)"
+        return Problem(where=where, text=text)
 
     cfg, path_problems = _resolve_paths(cfg, path, flags)
-    problems += [Problem(where=where(key), text=f"{key}: {t}") for key, t in path_problems]
+    problems += [problem(key, f"{key}: {t}") for key, t in path_problems]
     bad_keys |= {key for key, _ in path_problems}
     if not cfg.run.name:
         name = f"{path.stem}-seed{cfg.run.seed}-{datetime.now():%Y%m%d-%H%M%S}"
         cfg = _with(cfg, "run.name", name)
     if check:
-        for found in config_checks.check(cfg, skip=bad_keys):
-            problems.append(Problem(where=where(found.keys[0]), text=found.text))
+        found = config_checks.check(cfg, skip=bad_keys)
+        problems += [problem(finding.keys[0], finding.text) for finding in found]
     if problems:
         raise ConfigError(_report(path, problems))
     return cfg
@@ -184,32 +187,35 @@ def _key_of(option: str) -> tuple[str, bool]:
     return key, False
 
 
-def _flagged_keys(overrides: Sequence[str]) -> set[str]:
-    return {_key_of(option)[0] for option, _ in _chunks(overrides) if option}
+def _sort_out(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str, str, str]]]:
+    """The words of the options that are right, and (option, key, problem) of the others.
 
-
-def _diagnose(overrides: Sequence[str]) -> list[Problem]:
-    """What is wrong with each option; tyro stops at the first."""
+    tyro would stop at the first problem.
+    """
+    good: list[str] = []
     problems = []
     types = option_types(Config)
     for option, values in _chunks(overrides):
         key, _ = _key_of(option)
+        text = ""
         if not option:
             text = f"expected an option such as --run.steps 40, not {values[0]!r}"
         elif key not in types:
             text = f"unknown option. {nearest(key, types, prefix='--')}"
         elif types[key] is bool:
             section, _, name = key.rpartition(".")
-            text = f"takes no value: write --{key} or --{section}.no_{name}" if values else ""
+            if values:
+                text = f"takes no value; write --{key} or --{section}.no_{name}."
         else:
             try:
                 convert(types[key], values, from_option=True)
-                text = ""
             except BadValue as error:
-                text = str(error)
+                text = f"{error}."
         if text:
-            problems.append(Problem(where=option or "command line", text=text))
-    return problems
+            problems.append((option or "command line", key, text))
+        else:
+            good += [option, *values]
+    return good, problems
 
 
 # -- paths -----------------------------------------------------------------------------------------
@@ -222,7 +228,8 @@ def _resolve_paths(
     problems = []
     here = Path.cwd()
     if cfg.task.scorer.module_dir is None and ":" in cfg.task.scorer.name:
-        directory = _module_dir(cfg.task.scorer.name, (file.absolute().parent, here))
+        extra = [Path(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+        directory = _module_dir(cfg.task.scorer.name, [file.absolute().parent, here, *extra])
         cfg = _with(cfg, "task.scorer.module_dir", directory)
     for key in (*_DATA_PATHS, *_OTHER_PATHS):
         value = get(cfg, key)
@@ -243,7 +250,7 @@ def _resolve_paths(
 
 
 def _expand(text: str) -> str:
-    """`$VAR`, `${VAR}`, `${VAR:-default}` and a leading `~`; KeyError names a variable without a value."""
+    """Expand `$VAR`, `${VAR}`, `${VAR:-default}` and a leading `~`; KeyError names an unset one."""
 
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[2], match[3]
@@ -256,7 +263,7 @@ def _expand(text: str) -> str:
 
 
 def _module_dir(scorer: str, candidates: Sequence[Path]) -> str | None:
-    """The first directory that holds the scorer's top-level module, if one does (else it is an installed one)."""
+    """The first directory that holds the scorer's top-level module; None: it is installed."""
     top = scorer.partition(":")[0].partition(".")[0]
     for directory in candidates:
         if (directory / f"{top}.py").is_file() or (directory / top).is_dir():

@@ -145,13 +145,13 @@ class YamlReader:
             return cls()
         if not isinstance(node, yaml.MappingNode):
             keys = ", ".join(hints)
-            self._bad(node, prefix.rstrip("."), f"expected a section with the keys {keys}")
+            self._bad(node, prefix.rstrip("."), f"expected a section with the keys {keys}.")
             return cls()
         for key_node, value_node in node.value:
             name = str(key_node.value)
             key = prefix + name
             if key in self.lines:
-                self._bad(key_node, key, f"given twice, first in line {self.lines[key]}")
+                self._bad(key_node, key, f"given twice, first in line {self.lines[key]}.")
             self.lines[key] = key_node.start_mark.line + 1
             if name not in hints:
                 self._bad(key_node, key, f"unknown key. {nearest(key, _keys_in(hints, prefix))}")
@@ -161,7 +161,7 @@ class YamlReader:
                 try:
                     values[name] = self._value(hints[name], value_node)
                 except BadValue as error:
-                    self._bad(value_node, key, str(error))
+                    self._bad(value_node, key, f"{error}.")
         return cls(**values)
 
     @staticmethod
@@ -184,7 +184,7 @@ class YamlReader:
 
 
 def _keys_in(hints: dict[str, Any], prefix: str) -> Iterable[str]:
-    """Dotted keys under `prefix`: the fields of this section, and those of the sections inside it."""
+    """Dotted keys under `prefix`: the fields of this section, and of the sections inside it."""
     for name, hint in hints.items():
         if dataclasses.is_dataclass(hint):
             yield prefix + name

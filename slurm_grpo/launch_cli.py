@@ -1,4 +1,5 @@
-"""What `launch/submit.py` does: arguments to a checked configuration, a run directory and a supervisor.
+"""What `launch/submit.py` does: from arguments to a checked configuration, a run directory and a
+supervisor.
 
 Runs on the login node, in well under a second up to the supervisor. Promises that nothing is made
 or started while anything is wrong, and that an existing run is continued or left alone, never
@@ -8,6 +9,7 @@ overwritten. Knows nothing about how the run proceeds.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +20,17 @@ from slurm_grpo.config import Config
 from slurm_grpo.errors import ConfigError, SlurmGrpoError
 from slurm_grpo.rundir import RunDir
 
-_USAGE = """\
-python launch/submit.py CONFIG.yaml [--section.option VALUE ...] [--dry-run]
-       python launch/submit.py --resume RUN_DIR [--run.steps N] [--dry-run]
-       python launch/submit.py [CONFIG.yaml] --help"""
-_DESCRIPTION = """\
-Start a run, or continue one with --resume. CONFIG.yaml sets the options below; those given here win.
---dry-run checks everything, prints the resolved configuration and what would start, and ends.
-Without CONFIG.yaml the defaults below are the package's, with it the file's."""
+_PROGRAM = "python launch/submit.py"
+_USAGE = f"""{_PROGRAM} CONFIG.yaml [--section.option VALUE ...] [--dry-run]
+       {_PROGRAM} --resume RUN_DIR [--run.steps N] [--dry-run]"""
+# tyro wraps paragraphs at no width of its own, and keeps the lines that begin with a space.
+_DESCRIPTION = f"""\
+  Start a run:     {_PROGRAM} CONFIG.yaml [OPTIONS] [--dry-run]
+  Continue a run:  {_PROGRAM} --resume RUN_DIR [--run.steps N]
+  CONFIG.yaml sets the options below, nested by their dots; options given here
+  win. --dry-run checks everything, shows the resolved configuration and what
+  would start, and ends. With CONFIG.yaml, the defaults below are the file's.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
     """Do what `argv` (without the program's name) asks for; the exit code."""
     try:
         arguments = parse(argv)
+        if arguments.help or arguments.dry_run:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
         if arguments.help:
             return _print_help(arguments.config)
         if arguments.resume is not None:
@@ -69,7 +76,8 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> Arguments:
     """Split the command line; options of the configuration are passed on as they are."""
-    config, resume, overrides = None, None, []
+    config, resume = None, None
+    overrides: list[str] = []
     dry_run = show_help = False
     words = iter(argv)
     for word in words:
@@ -111,7 +119,8 @@ def describe(run: RunDir, cfg: Config) -> str:
             for i in range(generator.n_engines)
         ),
         *(
-            f"#   {f'trainer-{i}':<18}  {python} -m slurm_grpo.trainer.role, {trainer.threads} threads"
+            f"#   {f'trainer-{i}':<18}  {python} -m slurm_grpo.trainer.role, "
+            f"{trainer.threads} threads"
             for i in range(trainer.n_ranks)
         ),
         f"# Run directory: {run.root}",
@@ -132,7 +141,7 @@ def _refuse_existing(run: RunDir) -> None:
 
 
 def _refuse_live(run: RunDir) -> None:
-    """Raise, naming it, if a supervisor is at work there. The supervisor looks again when it starts."""
+    """Raise, naming it, if a supervisor is at work there; it looks again itself when it starts."""
     from slurm_grpo.attempt import RunLock
 
     lock = RunLock(run)
@@ -152,14 +161,14 @@ def _resumed(root: Path, overrides: Sequence[str]) -> tuple[RunDir, Config]:
     strangers = [w for w in overrides if w.startswith("-") and w.partition("=")[0] != "--run.steps"]
     if strangers:
         raise ConfigError(
-            f"{strangers[0]}: a resumed run keeps its configuration; only --run.steps can be changed. "
-            "Start a new run for anything else."
+            f"{strangers[0]}: a resumed run keeps its configuration; only --run.steps can be "
+            "changed. Start a new run for anything else."
         )
     cfg = config_io.load_config(run.config, overrides)
     if _steps_done(run) >= cfg.run.steps:
         raise ConfigError(
-            f"--resume: {root} has finished its {cfg.run.steps} steps. Pass --run.steps with a larger "
-            "number to train on."
+            f"--resume: {root} has finished its {cfg.run.steps} steps. Pass --run.steps with a "
+            "larger number to train on."
         )
     return run, cfg
 
@@ -180,7 +189,7 @@ def _print_help(config: Path | None) -> int:
     try:
         tyro.cli(
             Config,
-            prog=_USAGE,
+            prog=f"{_PROGRAM} CONFIG.yaml",
             description=_DESCRIPTION,
             args=["--help"],
             default=cfg,

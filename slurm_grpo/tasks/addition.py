@@ -1,4 +1,4 @@
-"""Sums of two 2-digit numbers after two worked shots; the answer is the last integer. A real model learns it in minutes."""
+"""Sums of two 2-digit numbers after two worked shots; a small model learns it in minutes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOTS = ((23, 14), (58, 27))
 
 @cache
 def held_out() -> tuple[tuple[int, int], ...]:
-    """A fixed eighth of all unordered pairs, in a scrambled order; neither order of a pair is trained on."""
+    """A fixed eighth of all unordered pairs, scrambled; neither order of a pair is trained on."""
 
     def scramble(pair: tuple[int, int]) -> int:
         return zlib.crc32(f"{NAME}/{pair[0]}+{pair[1]}".encode())

@@ -69,16 +69,16 @@ def _lookup_problem(module: str, function: str, module_dir: str | None) -> str |
     """Why `module:function` would not import, as far as can be told without running it."""
     path = [*([module_dir] if module_dir else []), str(Path.cwd()), *sys.path]
     spec = None
-    for depth, name in enumerate(parts := module.split(".")):
+    parts = module.split(".")
+    for depth in range(len(parts)):
         spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: depth + 1]), path)
         if spec is None:
             looked = module_dir or "the configuration's directory, the current one"
             return (
-                f"no module {'.'.join(parts[: depth + 1])!r} in {looked} or the installed packages. "
-                "Set task.scorer.module_dir to the directory that holds it."
+                f"no module {'.'.join(parts[: depth + 1])!r} in {looked} or the installed "
+                "packages. Set task.scorer.module_dir to the directory that holds it."
             )
         path = list(spec.submodule_search_locations or ())
-        del name
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:

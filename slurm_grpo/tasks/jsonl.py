@@ -68,7 +68,10 @@ def _read_or_raise(path: str | None) -> list[Row]:
 
 
 def read_rows(path: Path, *, max_problems: int = 20) -> tuple[list[Row], list[str]]:
-    """The rows of a file, and `file:line: reason` for each that cannot be used (at most `max_problems`, then a count)."""
+    """The rows of a file, and `file:line: reason` for each line that cannot be used.
+
+    After `max_problems` reasons the others are only counted.
+    """
     rows: list[Row] = []
     problems: list[str] = []
     try:

@@ -1,5 +1,7 @@
-"""The built-in reward functions: is a completion's answer the target? Pure functions of two values, run in the scorer's
-child process (`scorer_child.py`), which imports nothing else of weight.
+"""The built-in reward functions: is a completion's answer the target?
+
+Pure functions of (completion text, target), run in the scorer's child process (`scorer_child.py`),
+which imports nothing else of weight.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 Judge = Callable[[str, Any], Any]
 BUILT_IN = ("exact", "last_number", "regex")
 
-# A sign counts unless it stands between operands, as in 20-13. Commas count only as thousands separators.
+# A sign counts unless it stands between operands, as in 20-13; a comma only between thousands.
 _NUMBER = re.compile(
     r"(?:(?<![0-9A-Za-z.)\]}])[-\u2212+])?"
     r"(?:(?<![0-9.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+)"
@@ -40,7 +42,7 @@ def last_number(text: str, target: Any) -> bool:
 
 
 def regex_judge(pattern: str) -> Judge:
-    """Judge by the last match of `pattern`: its first group, or the whole match, as a text or as a number."""
+    """Judge by the last match of `pattern`: its first group if any, as a text or as a number."""
     compiled = re.compile(pattern)
 
     def regex(text: str, target: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A `PromptSpec` becomes the tokens an engine starts from; the only place where a prompt is tokenised.
+"""A `PromptSpec` becomes the tokens an engine starts from; prompts are tokenised nowhere else.
 
 Called in the engine process, whose tokenizer is handed in; nothing here imports one.
 """
@@ -45,14 +45,14 @@ def render_prompt(spec: PromptSpec, tokenizer: Any, chat_template: bool = False)
 
 
 def check_fits(prompt: Prompt, *, max_new_tokens: int, max_tokens: int) -> None:
-    """Raise `ConfigError` when the prompt plus a longest completion exceeds `max_tokens`, or when it is empty."""
+    """Raise `ConfigError` when prompt plus longest completion exceed `max_tokens`."""
     n = len(prompt.token_ids)
     if n == 0:
         raise ConfigError(f"task {prompt.task}: a prompt has no tokens: {prompt.text!r}")
     if n + max_new_tokens > max_tokens:
         raise ConfigError(
             f"task {prompt.task}: a prompt of {n} tokens plus generator.sampling.max_new_tokens = "
-            f"{max_new_tokens} exceeds {max_tokens} tokens. Raise generator.engine.max_model_len and "
-            f"trainer.tokens_per_microbatch to {n + max_new_tokens}, or remove the prompt that "
+            f"{max_new_tokens} exceeds {max_tokens} tokens. Raise generator.engine.max_model_len "
+            f"and trainer.tokens_per_microbatch to {n + max_new_tokens}, or remove the prompt that "
             f"begins {prompt.text[:80]!r}"
         )

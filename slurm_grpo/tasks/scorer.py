@@ -97,9 +97,9 @@ class Scorer:
         if self.n_errors > self._cfg.max_errors:
             self._stop()
             raise ScorerLimitExceeded(
-                f"task.scorer {self._cfg.name}: {self.n_errors} episodes failed to score, more than "
-                f"task.scorer.max_errors = {self._cfg.max_errors}. The last one: {result.error}. "
-                "Correct the function, or raise the limit."
+                f"task.scorer {self._cfg.name}: {self.n_errors} episodes failed to score, more "
+                f"than task.scorer.max_errors = {self._cfg.max_errors}. The last one: "
+                f"{result.error}. Correct the function, or raise the limit."
             )
 
     def _start(self) -> Connection:

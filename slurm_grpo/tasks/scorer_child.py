@@ -1,4 +1,4 @@
-"""The process that runs reward functions: `python -m slurm_grpo.tasks.scorer_child <fd> <parent pid> <settings>`.
+"""The process that runs reward functions; its arguments: socket, parent's pid, settings as JSON.
 
 Started by `scorer.py`, which sends batches over a socket and reads one reply per item. It promises
 one reply for every item whatever the function raises, and to die with its parent. It imports

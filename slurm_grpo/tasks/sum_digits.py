@@ -1,4 +1,4 @@
-"""The sum of a number's digits after two worked shots. Small: 88 numbers of two digits, so a quick check, not a study."""
+"""The sum of a number's digits after two worked shots: 66 prompts to train on, 22 held out."""
 
 from __future__ import annotations
 
