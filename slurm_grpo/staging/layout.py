@@ -34,6 +34,7 @@ MAX_SAMPLES = 1_000_000
 
 Array: TypeAlias = npt.NDArray[Any]
 TEXT = h5py.string_dtype("utf-8")
+TEXT_ID = h5py.h5t.py_create(TEXT, logical=True)
 FINISH_REASON_TYPE = h5py.enum_dtype({name: i for i, name in enumerate(FINISH_REASONS)}, "u1")
 
 
@@ -187,8 +188,8 @@ def build_image(columns: Columns, header: ShardHeader) -> bytes:
                 chunks=(min(CHUNK_TOKENS, len(values)),) if checksum else None,
                 fletcher32=checksum or None,
             )
-            dataset.attrs["description"] = column.description
-            dataset.attrs["units"] = column.units
+            _set_text(dataset, "description", column.description)
+            _set_text(dataset, "units", column.units)
         file["episodes/advantage"].attrs["estimator"] = header.advantage_estimator
         file["episodes/reward_parts"].attrs["names"] = np.array(columns.part_names, TEXT)
         attributes = {
@@ -373,6 +374,15 @@ def _check_counts(file: h5py.File, columns: Columns) -> None:
         offsets = columns[path]
         if offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] != counts[axis]:
             raise ShardError(f"{path} does not run from 0 to {counts[axis]} without falling")
+
+
+def _set_text(dataset: h5py.Dataset, name: str, text: str) -> None:
+    """`dataset.attrs[name] = text` without the temporary attribute that h5py renames: a quarter
+    of the time of building an image goes there."""
+    attribute = h5py.h5a.create(
+        dataset.id, name.encode(), TEXT_ID, h5py.h5s.create(h5py.h5s.SCALAR)
+    )
+    attribute.write(np.array(text, TEXT))
 
 
 def _part_names(file: h5py.File) -> tuple[str, ...]:

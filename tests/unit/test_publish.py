@@ -90,12 +90,12 @@ def test_an_error_that_only_close_reports_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_close = os.close
-    n_failed = []
+    failed: list[int] = []
 
     def close(fd: int) -> None:
         real_close(fd)
-        if not n_failed:
-            n_failed.append(fd)
+        if not failed:
+            failed.append(fd)
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(os, "close", close)

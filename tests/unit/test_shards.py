@@ -30,7 +30,7 @@ from slurm_grpo.staging.shards import (
 from slurm_grpo.types import Completion, Episode, Group, Prompt
 
 texts = st.text(alphabet=st.characters(exclude_categories=()), max_size=8)  # NUL, surrogates, ...
-names = st.text(st.characters(exclude_categories=("C",)), min_size=1, max_size=5)
+names = st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=5)
 floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 times = st.floats(0, 4e9)
 targets = st.recursive(

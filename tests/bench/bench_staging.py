@@ -1,0 +1,110 @@
+"""Publish and read a quickstart step: 8 groups of 8 episodes, 90 prompt and 12 completion tokens.
+
+`python tests/bench/bench_staging.py [--dir DIR]` prints one JSON line; DIR is a folder on the file
+system to measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from sample_episodes import make_group, make_header, make_run  # noqa: E402
+
+from slurm_grpo.staging.manifest import Manifest, publish_manifest  # noqa: E402
+from slurm_grpo.staging.shards import publish_groups, read_groups, verify_shard  # noqa: E402
+
+QUICKSTART_STEP_S = 5.0
+N_REPEATS = 40
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", default=None, help="file system to measure (default: temporary)")
+    with tempfile.TemporaryDirectory(dir=parser.parse_args().dir) as folder:
+        cpu_start = time.process_time()
+        seconds, size_bytes = measure(Path(folder))
+        cpu_s = (time.process_time() - cpu_start) / (N_REPEATS + 1)
+    total = statistics.median(map(sum, zip(*seconds.values(), strict=True)))
+    result = {
+        "bench": "staging",
+        "commit": _git_commit(),
+        "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {
+            "python": platform.python_version(),
+            "h5py": h5py.version.version,
+            "hdf5": h5py.version.hdf5_version,
+            "numpy": np.__version__,
+        },
+        "n_episodes": 64,
+        "shard_bytes": size_bytes,
+        "ms": {name: _spread(values) for name, values in seconds.items()},
+        "total_ms_median": round(1e3 * total, 2),
+        "total_cpu_ms_mean": round(1e3 * cpu_s, 2),  # tells a busy machine from slow code
+        "load_average": os.getloadavg()[0],
+        "share_of_quickstart_step": round(total / QUICKSTART_STEP_S, 5),
+    }
+    print(json.dumps(result))
+
+
+def measure(folder: Path) -> tuple[dict[str, list[float]], int]:
+    """Seconds of every part of a shard's way, once per repeat, after one unmeasured warm-up."""
+    run = make_run(folder)
+    groups = [
+        make_group(i, n_episodes=8, n_prompt_tokens=90, n_tokens=12, oldest_version=1)
+        for i in range(8)
+    ]
+    header = make_header()
+    seconds: dict[str, list[float]] = {"publish": [], "verify": [], "manifest": [], "read": []}
+
+    def timed(name: str, action: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        action()
+        seconds[name].append(time.perf_counter() - start)
+
+    ref = publish_groups(run, groups, header)
+    for n in range(1, N_REPEATS + 2):
+        header = replace(header, sequence=n)
+
+        def publish() -> None:
+            nonlocal ref
+            ref = publish_groups(run, groups, header)  # noqa: B023
+
+        timed("publish", publish)
+        timed("verify", lambda: verify_shard(run, ref))
+        chosen = tuple((g.group_id, ref.path) for g in ref.groups)
+        manifest = Manifest(step=n, attempt=0, groups=chosen, dropped=())
+        timed("manifest", lambda: publish_manifest(run, manifest))  # noqa: B023
+        timed("read", lambda: read_groups(run, ref, range(8)))
+    return {name: values[1:] for name, values in seconds.items()}, ref.size_bytes
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(values, n=10)
+    named = {"p10": cuts[0], "median": statistics.median(values), "p90": cuts[-1]}
+    return {name: round(1e3 * value, 2) for name, value in named.items()}
+
+
+def _git_commit() -> str:
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
