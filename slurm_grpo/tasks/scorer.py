@@ -123,7 +123,7 @@ class Scorer:
                 ],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno(),  # what a user's function prints belongs in the log
+                stdout=2,  # what a user's function prints belongs in the log
                 env={**os.environ, "PYTHONPATH": search},
             )
         self._connection = Connection(ours.detach())
