@@ -1,7 +1,7 @@
 """Which Hugging Face model directories can be trained: reads `config.json`, imports nothing heavy.
 
-The login node asks before anything is allocated; the trainer builds its model from the same `ModelShape`. Knows
-nothing about torch or about how weights are stored beyond their file names.
+The login node asks before anything is allocated; the trainer builds its model from the same
+`ModelShape`. Knows nothing about torch or about how weights are stored beyond their file names.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class ModelShape:
     """The output head is the embedding matrix; checkpoints then hold no `lm_head.weight`."""
     rope_theta: float
     rope_llama3: dict[str, float] | None
-    """The four numbers of llama 3's frequency scaling, by their Hugging Face names; None: unscaled."""
+    """The four numbers of llama 3's frequency scaling, by their Hugging Face names; None: unscaled.
+    """
 
 
 def check_model_dir(path: str | Path) -> list[str]:
@@ -63,17 +64,23 @@ def check_model_dir(path: str | Path) -> list[str]:
     try:
         config = json.loads((root / "config.json").read_text())
     except (OSError, ValueError) as error:
-        return [f"{root}/config.json cannot be read ({error}). Expected a Hugging Face model directory."]
+        return [
+            f"{root}/config.json cannot be read ({error}). Expected a Hugging Face model directory."
+        ]
     problems = [f"{root}/config.json: {problem}" for problem in _config_problems(config)]
     if not any(root.glob("*.safetensors")):
         problems.append(f"{root}: no *.safetensors file; convert the weights with save_pretrained.")
-    if not any((root / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not any(
+        (root / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
+    ):
         problems.append(f"{root}: no tokenizer (tokenizer.json); save it next to the weights.")
     return problems
 
 
 def read_model_shape(path: str | Path) -> ModelShape:
-    """The shape of the model in `path`; raises `ConfigError` naming all that is unsupported about it."""
+    """The shape of the model in `path`; raises `ConfigError` naming all that is unsupported about
+    it.
+    """
     if problems := check_model_dir(path):
         raise ConfigError("model.path cannot be trained:\n" + "\n".join(f"  {p}" for p in problems))
     config = json.loads((Path(path) / "config.json").read_text())
@@ -115,7 +122,9 @@ def _config_problems(config: dict[str, Any]) -> list[str]:
         if config.get(key):
             problems.append(f"{key} is true; only false is supported.")
     if config.get("quantization_config"):
-        problems.append("the weights are quantised (quantization_config); use the unquantised model.")
+        problems.append(
+            "the weights are quantised (quantization_config); use the unquantised model."
+        )
     if _head_dim(config, family) % 2:
         problems.append(f"head_dim is {_head_dim(config, family)}; rotary embeddings need it even.")
     return problems + _rope_problems(_rope(config), family)
@@ -125,14 +134,18 @@ def _rope_problems(rope: dict[str, Any], family: Family) -> list[str]:
     kind = _rope_type(rope)
     accepted = ("default", "llama3") if family == "llama" else ("default",)
     if kind not in accepted:
-        return [f"rope scaling {kind} is not supported for {family}; supported: {', '.join(accepted)}."]
+        return [
+            f"rope scaling {kind} is not supported for {family}; supported: {', '.join(accepted)}."
+        ]
     if kind == "llama3" and (missing := [key for key in _LLAMA3_ROPE_KEYS if key not in rope]):
         return [f"rope scaling llama3 lacks {', '.join(missing)}."]
     return []
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """One dictionary for both layouts: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`."""
+    """One dictionary for both layouts: `rope_parameters` (transformers 5), or `rope_theta` and
+    `rope_scaling`.
+    """
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if "rope_theta" in config:
         rope.setdefault("rope_theta", config["rope_theta"])

@@ -1,4 +1,6 @@
-"""Turns the rewards of one group into advantages: pure numpy, called by the engine process right after scoring."""
+"""Turns the rewards of one group into advantages: pure numpy, called by the engine process right
+after scoring.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ STD_EPSILON = 1e-6
 def group_advantages(rewards: Float32Array, kind: Literal["std", "mean"]) -> Float32Array:
     """Advantage of each of a group's G episodes relative to the group, [G] float32.
 
-    `std` is the estimator of GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1): (r - mean) / (std + 1e-6) with the
-    population standard deviation. `mean` leaves the division out (Dr. GRPO, arXiv 2503.20783), so that groups near
-    all-right or all-wrong are not amplified. A group of equal rewards gives exact zeros.
+    `std` is the estimator of GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1): (r - mean) / (std
+    + 1e-6) with the population standard deviation. `mean` leaves the division out (Dr. GRPO, arXiv
+    2503.20783), so that groups near all-right or all-wrong are not amplified. A group of equal
+    rewards gives exact zeros.
     """
     wide = np.asarray(rewards, dtype=np.float64)
     if np.ptp(wide) == 0.0:
@@ -26,4 +29,5 @@ def group_advantages(rewards: Float32Array, kind: Literal["std", "mean"]) -> Flo
     centred = wide - wide.mean()
     if kind == "std":
         centred /= wide.std() + STD_EPSILON
-    return centred.astype(np.float32)
+    advantages: Float32Array = centred.astype(np.float32)
+    return advantages

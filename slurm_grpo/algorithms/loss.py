@@ -1,8 +1,9 @@
-"""The clipped policy-gradient loss and what is measured along with it. Pure: tensors in, tensors out.
+"""The clipped policy-gradient loss and what is measured along with it. Pure: tensors in, tensors
+out.
 
-The loss of a step is a sum over its trained tokens divided by their *global* number, so that it does not depend on how
-the step is cut into micro-batches and ranks; the statistics are sums and maxima for the same reason. Knows nothing of
-models, packs or process groups.
+The loss of a step is a sum over its trained tokens divided by their *global* number, so that it
+does not depend on how the step is cut into micro-batches and ranks; the statistics are sums and
+maxima for the same reason. Knows nothing of models, packs or process groups.
 
 Axes: N trained tokens (of one chunk), K statistics.
 """
@@ -19,7 +20,7 @@ from slurm_grpo.config import AlgorithmConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBatch:
-    """What the loss needs to know of each trained token beside the trainer's own log-probability."""
+    """What the loss needs to know of each token beside the trainer's own log-probability."""
 
     generator_logprobs_N: Tensor  # float32, nats, as sampled
     advantages_N: Tensor  # float32
@@ -34,7 +35,9 @@ class TokenBatch:
 
 
 class LossStats:
-    """Sums and maxima over trained tokens, to be added up over micro-batches and reduced over ranks."""
+    """Sums and maxima over trained tokens, to be added up over micro-batches and reduced over
+    ranks.
+    """
 
     SUMS = ("loss", "n_tokens", "ratio", "clipped", "entropy", "k3")
     MAXIMA = ("ratio", "logprob_difference")
@@ -49,7 +52,9 @@ class LossStats:
         self.maxima_K = torch.maximum(self.maxima_K, maxima_K)
 
     def metrics(self) -> dict[str, float]:
-        """Means over the tokens seen, and maxima; NaN when there were none. The loss is the step's (already a mean)."""
+        """Means over the tokens seen, and maxima; NaN when there were none. The loss is the step's
+        (already a mean).
+        """
         sums = dict(zip(self.SUMS, self.sums_K.tolist(), strict=True))
         maxima = dict(zip(self.MAXIMA, self.maxima_K.tolist(), strict=True))
         n = sums["n_tokens"] or float("nan")
@@ -65,14 +70,19 @@ class LossStats:
 
 
 def policy_loss(
-    trainer_logprobs_N: Tensor, tokens: TokenBatch, algorithm: AlgorithmConfig, n_trained_tokens: int
+    trainer_logprobs_N: Tensor,
+    tokens: TokenBatch,
+    algorithm: AlgorithmConfig,
+    n_trained_tokens: int,
 ) -> Tensor:
-    """The chunk's share of the step's loss, a scalar: minus the sum of clipped objectives over `n_trained_tokens`.
+    """The chunk's share of the step's loss, a scalar: minus the sum of clipped objectives over
+    `n_trained_tokens`.
 
-    Per token min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), where ratio = exp(trainer - generator
-    log-probability): GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3, without its KL term) with the asymmetric clip and the
-    per-token normalisation of DAPO (arXiv 2503.14476, "clip-higher" and "token-level loss"). `n_trained_tokens` is
-    counted over all micro-batches and ranks of the step. Both log-probabilities are at the sampling temperature.
+    Per token min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), where ratio =
+    exp(trainer - generator log-probability): GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3, without
+    its KL term) with the asymmetric clip and the per-token normalisation of DAPO (arXiv 2503.14476,
+    "clip-higher" and "token-level loss"). `n_trained_tokens` is counted over all micro-batches and
+    ranks of the step. Both log-probabilities are at the sampling temperature.
     """
     ratio_N = torch.exp(trainer_logprobs_N - tokens.generator_logprobs_N)
     clipped_N = ratio_N.clamp(1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
@@ -91,8 +101,8 @@ def token_stats(
     """One chunk's `LossStats.SUMS` and `LossStats.MAXIMA`, float64.
 
     `clipped` counts tokens whose gradient the clip removes. `k3` is the estimator exp(d) - 1 - d of
-    KL(generator || trainer), d = trainer - generator log-probability, unbiased, never negative and of low variance
-    (John Schulman, "Approximating KL divergence", 2020).
+    KL(generator || trainer), d = trainer - generator log-probability, unbiased, never negative and
+    of low variance (John Schulman, "Approximating KL divergence", 2020).
     """
     weights_N = tokens.weights_N.double()
     difference_N = (trainer_logprobs_N - tokens.generator_logprobs_N).double()

@@ -1,10 +1,12 @@
-"""Attention over a pack of groups: every completion sees its group's prompt and itself, and nothing else.
+"""Attention over a pack of groups: every completion sees its group's prompt and itself, and nothing
+else.
 
-On CUDA one flex-attention block mask covers the pack. CPUs have no flex-attention backward, and a dense mask over the
-pack costs its length squared, so there attention runs group by group over the pack's segments.
+On CUDA one flex-attention block mask covers the pack. CPUs have no flex-attention backward, and a
+dense mask over the pack costs its length squared, so there attention runs group by group over the
+pack's segments.
 
-Axes: T tokens of the pack, L of one segment, B batch (always 1), N heads, K key/value heads, R query heads per
-key/value head, H head size.
+Axes: T tokens of the pack, L of one segment, B batch (always 1), N heads, K key/value heads, R
+query heads per key/value head, H head size.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ PADDING = -1
 """Group number of padding tokens; they see each other, so that no row of the mask is empty."""
 
 MANUAL_MAX_LENGTH = 512
-"""Longest segment whose attention scores are materialised; beyond it their memory matters more than the time saved."""
+"""Longest segment whose attention scores are materialised; beyond it their memory matters more than
+the time saved.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +42,13 @@ class Segment:
 PackMask: TypeAlias = tuple[Segment, ...] | BlockMask
 
 
-def build_pack_mask(group_T: Tensor, completion_T: Tensor, segments: tuple[tuple[int, int], ...]) -> PackMask:
+def build_pack_mask(
+    group_T: Tensor, completion_T: Tensor, segments: tuple[tuple[int, int], ...]
+) -> PackMask:
     """The mask of a pack, for the kernel of its device.
 
-    `group_T` numbers the groups (`PADDING` for filler), `completion_T` the completions inside each (0: the prompt).
-    `segments` are the (start, stop) of the groups; they cover the pack.
+    `group_T` numbers the groups (`PADDING` for filler), `completion_T` the completions inside each
+    (0: the prompt). `segments` are the (start, stop) of the groups; they cover the pack.
     """
     if group_T.device.type == "cpu":
         return tuple(Segment(a, b, _visible_LL(completion_T[a:b])) for a, b in segments)
@@ -97,8 +103,12 @@ class SegmentAttention(Module):
         return torch.cat(outputs).unsqueeze(0)
 
 
-def _attend(q_LNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, mask_LL: Tensor, scale: float | None) -> Tensor:
-    """Attention by two matrix products: 4 times as fast as the fused CPU kernel in bfloat16 at 200 tokens."""
+def _attend(
+    q_LNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, mask_LL: Tensor, scale: float | None
+) -> Tensor:
+    """Attention by two matrix products: 4 times as fast as the fused CPU kernel in bfloat16 at 200
+    tokens.
+    """
     n_tokens, n_heads, head_dim = q_LNH.shape
     n_kv_heads = k_LKH.shape[1]
     scale = scale if scale is not None else head_dim**-0.5

@@ -1,7 +1,9 @@
-"""From groups to micro-batches: which group goes to which rank, and packs in which a prompt is forwarded once.
+"""From groups to micro-batches: which group goes to which rank, and packs in which a prompt is
+forwarded once.
 
-A pack holds, group after group, the prompt and then each completion with positions restarting behind the prompt. The
-last token of a completion predicts nothing that is trained and is left out. Knows nothing of models or files.
+A pack holds, group after group, the prompt and then each completion with positions restarting
+behind the prompt. The last token of a completion predicts nothing that is trained and is left out.
+Knows nothing of models or files.
 
 Axes: T tokens of the pack, N trained tokens.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,7 +39,9 @@ class MicroBatch:
 
 
 def trained_episodes(group: Group) -> Group:
-    """The episodes of a group that are trained on: scored without error, with an advantage and at least one token."""
+    """The episodes of a group that are trained on: scored without error, with an advantage and at
+    least one token.
+    """
     return [
         episode
         for episode in group
@@ -47,12 +52,15 @@ def trained_episodes(group: Group) -> Group:
 
 
 def count_trained_tokens(groups: Sequence[Group]) -> int:
-    """Completion tokens of the trained episodes: summed over ranks, the denominator of the step's loss."""
+    """Completion tokens of the trained episodes: summed over ranks, the denominator of the step's
+    loss.
+    """
     return sum(len(e.completion.token_ids) for group in groups for e in trained_episodes(group))
 
 
 def assign_to_ranks(n_tokens: Sequence[int], n_ranks: int) -> list[range]:
-    """Contiguous runs of groups, one per rank, balanced by tokens. A group goes where its middle token falls.
+    """Contiguous runs of groups, one per rank, balanced by tokens. A group goes where its middle
+    token falls.
 
     Deterministic; ranks may be left without groups.
     """
@@ -61,14 +69,15 @@ def assign_to_ranks(n_tokens: Sequence[int], n_ranks: int) -> list[range]:
     total = float(ends[-1]) if len(ends) else 0.0
     cuts = [int(np.searchsorted(middles, total * rank / n_ranks)) for rank in range(n_ranks + 1)]
     cuts[-1] = len(n_tokens)
-    return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(cuts)]
 
 
 def pack_groups(groups: Sequence[Group], tokens_per_microbatch: int) -> list[list[Group]]:
-    """Packs of (parts of) groups, each within the budget; a group over it is split and its prompt repeated.
+    """Packs of (parts of) groups, each within the budget; a group over it is split and its prompt
+    repeated.
 
-    Packs are filled first-fit in order, so the same groups always give the same packs. Raises `ConfigError` when a
-    prompt with a single completion is over the budget.
+    Packs are filled first-fit in order, so the same groups always give the same packs. Raises
+    `ConfigError` when a prompt with a single completion is over the budget.
     """
     packs: list[list[Group]] = []
     room: list[int] = []
@@ -91,8 +100,9 @@ def _split_group(group: Group, budget: int) -> list[Group]:
         n_prompt, n_completion = len(episode.prompt.token_ids), len(episode.completion.token_ids)
         if n_prompt + n_completion > budget:
             raise ConfigError(
-                f"trainer.tokens_per_microbatch is {budget}, but group {episode.group_id} has a prompt of {n_prompt} "
-                f"and a completion of {n_completion} tokens. Raise it to at least {n_prompt + n_completion}."
+                f"trainer.tokens_per_microbatch is {budget}, but group {episode.group_id} has a "
+                f"prompt of {n_prompt} and a completion of {n_completion} tokens. Raise it to at "
+                f"least {n_prompt + n_completion}."
             )
         if not parts or size + n_completion - 1 > budget:
             parts.append([])
@@ -107,7 +117,8 @@ def _n_forwarded(part: Group) -> int:
 
 
 def build_microbatch(pack: Sequence[Group], device: torch.device, pad_to: int | None) -> MicroBatch:
-    """The tensors of one pack. `pad_to` fixes the length, so that GPU kernels are compiled once; None: no padding.
+    """The tensors of one pack. `pad_to` fixes the length, so that GPU kernels are compiled once;
+    None: no padding.
 
     An empty pack gives a micro-batch of weight zero, for a rank that has run out of groups.
     """
@@ -179,7 +190,9 @@ class _Layout:
         self.segments.append((start, self.n_tokens))
 
     def add_filler(self) -> None:
-        """One token that predicts one of weight zero: FSDP needs every rank to take part in each pass."""
+        """One token that predicts one of weight zero: FSDP needs every rank to take part in each
+        pass.
+        """
         self.add_padding(1)
         zero = np.zeros(1)
         self._add_targets(zero, zero, zero, zero, weight=0.0)
@@ -187,7 +200,9 @@ class _Layout:
     def add_padding(self, n_tokens: int) -> None:
         if n_tokens:
             start = self.n_tokens
-            self._add_tokens(np.zeros(n_tokens), 0, PADDING, completion=0)
+            zeros = np.zeros(n_tokens)
+            self._append(token_ids=zeros, positions=zeros, group=zeros + PADDING, completion=zeros)
+            self.n_tokens += n_tokens
             self.segments.append((start, self.n_tokens))
 
     def _add_tokens(

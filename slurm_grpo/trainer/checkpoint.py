@@ -1,7 +1,7 @@
 """Checkpoints (DCP: model, optimizer, step, RNG) and Hugging Face exports of the trained model.
 
-Every rank calls these together. A checkpoint is assembled beside its place, synced, marked complete and renamed by
-rank 0, so that a kill at any instant leaves the former one as the latest.
+Every rank calls these together. A checkpoint is assembled beside its place, synced, marked complete
+and renamed by rank 0, so that a kill at any instant leaves the former one as the latest.
 """
 
 from __future__ import annotations
@@ -14,15 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from slurm_grpo.checkpoint_dirs import COMPLETE, complete_steps, partial
 from slurm_grpo.errors import StorageError
@@ -30,6 +24,7 @@ from slurm_grpo.fsio import storage_errors, sync_directory, write_durably
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.trainer.hf_layers import iter_hf_layers
 from slurm_grpo.trainer.learner import Learner
+from slurm_grpo.trainer.model import named_weights
 
 MAX_FILE_BYTES = 4 << 30
 """Size at which an export starts another safetensors file."""
@@ -41,22 +36,24 @@ def save_checkpoint(run: RunDir, step: int, learner: Learner) -> None:
     work = partial(path)
     with storage_errors("write a checkpoint to", work):
         _lead_alone(lambda: _fresh(work))
-        dcp.save(_state(learner), checkpoint_id=str(work))
+        state_dict_saver.save(_state(learner), checkpoint_id=str(work))
         _lead_alone(lambda: _finish(work, path, json.dumps({"step": step}).encode()))
 
 
 def load_checkpoint(run: RunDir, step: int, learner: Learner) -> None:
-    """Restore model, optimizer, step and RNG; the number of ranks may differ from when it was written."""
+    """Restore model, optimizer, step and RNG; the number of ranks may differ from when it was
+    written.
+    """
     path = run.checkpoint(step)
     state = _state(learner)
     with storage_errors("read the checkpoint", path):
-        dcp.load(state, checkpoint_id=str(path))
-    set_model_state_dict(learner.model, state["model"])
-    set_optimizer_state_dict(learner.model, learner.optimizer, state["optimizer"])
+        state_dict_loader.load(state, checkpoint_id=str(path))
+    if state["step"] != step:
+        raise StorageError(
+            f"read the checkpoint {path}: it holds step {state['step']}, not {step}."
+        )
     torch.set_rng_state(state["rng"])
-    learner.step = int(state["step"])
-    if learner.step != step:
-        raise StorageError(f"read the checkpoint {path}: it holds step {learner.step}, not {step}.")
+    learner.set_step(step)
 
 
 def prune(run: RunDir, keep: int) -> None:
@@ -68,7 +65,9 @@ def prune(run: RunDir, keep: int) -> None:
 
 
 def export_hf(run: RunDir, step: int, learner: Learner) -> Path:
-    """Write a Hugging Face directory in the engine's dtype that transformers and vLLM load; returns its path."""
+    """Write a Hugging Face directory in the engine's dtype that transformers and vLLM load; returns
+    its path.
+    """
     path = run.hf_export(step)
     work = partial(path)
     dtype: torch.dtype = getattr(torch, learner.cfg.generator.engine.dtype)
@@ -87,11 +86,14 @@ def export_hf(run: RunDir, step: int, learner: Learner) -> Path:
 
 
 def _state(learner: Learner) -> dict[str, Any]:
-    """Tensors of the learner's own, as DCP reads and writes them in place."""
+    """What a step depends on. DCP writes these tensors, and reads into them in place."""
+    weights = named_weights(learner.model)
+    moments = {name: learner.optimizer.state[weight] for name, weight in weights.items()}
     return {
-        "model": get_model_state_dict(learner.model),
-        "optimizer": get_optimizer_state_dict(learner.model, learner.optimizer),
-        "step": torch.tensor(learner.step),
+        "model": {name: weight.detach() for name, weight in weights.items()},
+        "exp_avg": {name: state["exp_avg"] for name, state in moments.items()},
+        "exp_avg_sq": {name: state["exp_avg_sq"] for name, state in moments.items()},
+        "step": learner.step,
         "rng": torch.get_rng_state(),
     }
 
@@ -160,7 +162,9 @@ class _SafetensorsWriter:
 
 
 def _copy_companions(model_dir: Path, work: Path, dtype: str) -> None:
-    """Configuration and tokenizer of the model it started from, with the dtype of the exported weights."""
+    """Configuration and tokenizer of the model it started from, with the dtype of the exported
+    weights.
+    """
     for file in model_dir.iterdir():
         weights = file.suffix in (".safetensors", ".bin", ".gguf", ".pt", ".pth")
         if file.is_file() and not weights and not file.name.endswith(".index.json"):

@@ -1,8 +1,10 @@
-"""The output head: log-probabilities of given tokens, and the gradient of a per-token loss, in chunks of positions.
+"""The output head: log-probabilities of given tokens, and the gradient of a per-token loss, in
+chunks of positions.
 
-Full logits of a pack in float32 are the largest thing a trainer would hold, so they exist for one chunk of positions
-at a time, and loss, statistics and gradients are taken from them before the next. The whole loop is one forward of one
-module: FSDP gathers the head's weight once, however many chunks a rank needs, so ranks need not agree on it.
+Full logits of a pack in float32 are the largest thing a trainer would hold, so they exist for one
+chunk of positions at a time, and loss, statistics and gradients are taken from them before the
+next. The whole loop is one forward of one module: FSDP gathers the head's weight once, however many
+chunks a rank needs, so ranks need not agree on it.
 
 Axes: N positions (C of a chunk), D model width, V vocabulary.
 """
@@ -22,7 +24,9 @@ CHUNK_ELEMENTS = 2**25
 """Logits of one chunk: 128 MiB in float32, of which about three copies are alive at once."""
 
 ChunkLoss: TypeAlias = Callable[[Tensor, Tensor, int, int], Tensor]
-"""(logprobs_C, entropy_C, start, stop) -> the chunk's scalar share of the loss; differentiated by `logprobs_C`."""
+"""(logprobs_C, entropy_C, start, stop) -> the chunk's scalar share of the loss; differentiated by
+`logprobs_C`.
+"""
 
 
 class LossHead(Linear):
@@ -35,10 +39,10 @@ class LossHead(Linear):
     def forward(
         self, hidden_ND: Tensor, targets_N: Tensor, temperature: float, chunk_loss: ChunkLoss | None
     ) -> Tensor:
-        """The summed loss (scalar), or with `chunk_loss` None the targets' log-probabilities [N] float32."""
+        """The summed loss (scalar), or without `chunk_loss` the targets' log-probabilities [N]."""
         if chunk_loss is not None:
-            loss: Tensor = _HeadLoss.apply(hidden_ND, self.weight, targets_N, temperature, chunk_loss)
-            return loss
+            apply: Callable[..., Tensor] = _HeadLoss.apply
+            return apply(hidden_ND, self.weight, targets_N, temperature, chunk_loss)
         parts = [
             _log_probs(hidden_ND[a:b], self.weight, targets_N[a:b], temperature)[0]
             for a, b in _chunks(len(targets_N), self.weight.shape[0])
@@ -47,7 +51,9 @@ class LossHead(Linear):
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Computes the gradients while a chunk's probabilities are at hand, so that nothing is computed twice."""
+    """Computes the gradients while a chunk's probabilities are at hand, so that nothing is computed
+    twice.
+    """
 
     @staticmethod
     def forward(
@@ -97,7 +103,9 @@ class _HeadLoss(torch.autograd.Function):
 def _log_probs(
     hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets [C] and of everything [C, V], float32, at the sampling temperature."""
+    """Log-probabilities of the targets [C] and of everything [C, V], float32, at the sampling
+    temperature.
+    """
     logits_CV = hidden_CD.mm(weight_VD.t()).float()
     if temperature != 1.0:
         logits_CV = logits_CV.div_(temperature)

@@ -1,7 +1,7 @@
 """The trained weights layer by layer, whole, in the engine's dtype and under Hugging Face names.
 
-Collective: every rank iterates in lockstep and gets every tensor. A full state dict never exists. Used by the weight
-sender (rank 0) and the Hugging Face export.
+Collective: every rank iterates in lockstep and gets every tensor. A full state dict never exists.
+Used by the weight sender (rank 0) and the Hugging Face export.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ HfMetadata = list[tuple[str, torch.dtype, tuple[int, ...]]]
 def iter_hf_layers(
     model: nn.Module, adapter: titan.StateDictAdapter, dtype: torch.dtype
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield embeddings, each layer, final norm and head as (name, full tensor) lists, in forward order.
+    """Yield embeddings, each layer, final norm and head as (name, full tensor) lists, in forward
+    order.
 
     A tied head is not sent: it is the embeddings. Shards are cast before they are gathered.
     """

@@ -1,7 +1,9 @@
-"""One optimizer step on this rank's groups: pack, forward, backward, clip, AdamW. All methods are collectives.
+"""One optimizer step on this rank's groups: pack, forward, backward, clip, AdamW. All methods are
+collectives.
 
-Gradients are sums over ranks of losses already divided by the step's global token count, so neither the number of
-micro-batches nor of ranks changes the step. Knows nothing of where groups come from or where weights go.
+Gradients are sums over ranks of losses already divided by the step's global token count, so neither
+the number of micro-batches nor of ranks changes the step. Knows nothing of where groups come from
+or where weights go.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ FLEX_BLOCK = 128
 
 
 def lr_at(step: int, peak: float, schedule: ScheduleConfig, n_steps: int) -> float:
-    """Learning rate of 1-based `step` of `n_steps`: linear warm-up to `peak`, then the configured decay."""
+    """Learning rate of 1-based `step` of `n_steps`: linear warm-up to `peak`, then the configured
+    decay.
+    """
     warmup = schedule.warmup_steps
     if step <= warmup:
         return peak * step / warmup
@@ -64,12 +68,28 @@ class Learner:
             weight_decay=optimizer.weight_decay,
             fused=True,
         )
+        for weight in self.model.parameters():
+            # Made now rather than in the first step, so that a checkpoint can be read into them.
+            self.optimizer.state[weight] = {
+                "step": torch.zeros((), device=device),
+                "exp_avg": torch.zeros_like(weight, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(weight, requires_grad=False),
+            }
         budget = cfg.trainer.tokens_per_microbatch
         # Flex attention is compiled per shape, so packs on GPUs all have the same one.
         self._pad_to = None if device.type == "cpu" else -(-budget // FLEX_BLOCK) * FLEX_BLOCK
 
+    def set_step(self, step: int) -> None:
+        """Continue as after `step` steps; weights and moments have been restored."""
+        self.step = step
+        reshard(self.model)
+        for state in self.optimizer.state.values():
+            state["step"].fill_(float(step))
+
     def plan(self, groups: Sequence[Group]) -> tuple[int, int]:
-        """(micro-batches every rank must run, trained tokens of all ranks) for a step on each rank's `groups`."""
+        """(micro-batches every rank must run, trained tokens of all ranks) for a step on each
+        rank's `groups`.
+        """
         n_packs = len(pack_groups(groups, self.cfg.trainer.tokens_per_microbatch))
         most = torch.tensor(max(1, n_packs), device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -80,58 +100,94 @@ class Learner:
     def train_step(
         self, groups: Sequence[Group], n_microbatches: int, n_trained_tokens: int
     ) -> dict[str, float]:
-        """Take one step on this rank's groups and return its metrics, equal on all ranks but for the times.
+        """Take one step on this rank's groups and return its metrics, equal on all ranks but for
+        the times.
 
-        `n_microbatches` and `n_trained_tokens` are those of `plan`. Raises `NonFiniteError` on every rank, before
-        any weight changes, when the loss or the gradient is not finite.
+        `n_microbatches` and `n_trained_tokens` are those of `plan`. Raises `NonFiniteError` on
+        every rank, before any weight changes, when the loss or the gradient is not finite.
         """
         started = time.perf_counter()
+        metrics = self.compute_gradients(groups, n_microbatches, n_trained_tokens)
+        computed = time.perf_counter()
+        metrics |= self.apply_gradients(metrics["trainer/loss"])
+        return metrics | {
+            "trainer/n_trained_tokens": float(n_trained_tokens),
+            "trainer/n_microbatches": float(n_microbatches),
+            "trainer/forward_backward_s": computed - started,
+            "trainer/optimizer_s": time.perf_counter() - computed,
+        }
+
+    def compute_gradients(
+        self, groups: Sequence[Group], n_microbatches: int, n_trained_tokens: int
+    ) -> dict[str, float]:
+        """Add the step's gradient to the parameters' `.grad`; returns the loss and its statistics
+        over all ranks.
+        """
         packs = pack_groups(groups, self.cfg.trainer.tokens_per_microbatch)
         if len(packs) > n_microbatches:
-            raise ValueError(f"{len(packs)} packs, but {n_microbatches} micro-batches were agreed on")
+            raise ValueError(f"{len(packs)} packs, but {n_microbatches} micro-batches were planned")
         stats = LossStats(self.device)
         for index in range(n_microbatches):
             pack = packs[index] if index < len(packs) else []
             batch = build_microbatch(pack, self.device, self._pad_to)
-            # Without trained tokens anywhere every weight is zero; the gradient is then zero, not 0/0.
+            # Without trained tokens anywhere every weight is zero; the gradient is then zero, not
+            # 0/0.
             self._forward_backward(batch, max(1, n_trained_tokens), stats)
-        metrics = self._reduce(stats)
-        forwarded = time.perf_counter()
-        metrics |= self._update(metrics["trainer/loss"])
-        metrics |= {
-            "trainer/n_trained_tokens": float(n_trained_tokens),
-            "trainer/n_microbatches": float(n_microbatches),
-            "trainer/forward_backward_s": forwarded - started,
-            "trainer/optimizer_s": time.perf_counter() - forwarded,
-        }
-        return metrics
+        dist.all_reduce(stats.sums_K)
+        dist.all_reduce(stats.maxima_K, dist.ReduceOp.MAX)
+        return stats.metrics()
+
+    def apply_gradients(self, loss: float) -> dict[str, float]:
+        """Clip, check, and take the optimizer step with this step's learning rate; clears the
+        gradients.
+        """
+        optimizer = self.cfg.trainer.optimizer
+        grad_norm = titan.clip_grad_norm_(
+            self.model.parameters(), optimizer.max_grad_norm, foreach=True
+        ).item()
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise NonFiniteError(
+                f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}; expected finite "
+                f"numbers. The weights are unchanged: lower trainer.optimizer.lr ({optimizer.lr}), "
+                f"or look for odd log-probabilities in the step's shards."
+            )
+        lr = lr_at(self.step + 1, optimizer.lr, self.cfg.trainer.schedule, self.cfg.run.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return {"trainer/grad_norm": grad_norm, "trainer/lr": lr}
 
     def logprobs(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """Log-probability in nats of each token but the first, given those before it. All ranks call with the same."""
+        """Log-probability in nats of each token but the first, given those before it. All ranks
+        call with the same.
+        """
         n_tokens = len(token_ids) - 1
-        if n_tokens > self.cfg.trainer.tokens_per_microbatch:
+        budget = self.cfg.trainer.tokens_per_microbatch
+        if n_tokens > budget:
             raise ConfigError(
-                f"trainer.tokens_per_microbatch is {self.cfg.trainer.tokens_per_microbatch}, but log-probabilities of "
+                f"trainer.tokens_per_microbatch is {budget}, but log-probabilities of "
                 f"{len(token_ids)} tokens were asked for. Raise it to at least {n_tokens}."
             )
         pad = (self._pad_to or n_tokens) - n_tokens
         ids = torch.tensor(token_ids, device=self.device)
         inputs = torch.cat([ids[:-1], ids.new_zeros(pad)])
-        positions = torch.arange(n_tokens + pad, device=self.device)
+        order = torch.arange(n_tokens, device=self.device)
+        positions = torch.cat([order, order.new_zeros(pad)])
         # Causal order alone keeps the padding out of sight.
         mask = build_pack_mask(
             torch.zeros_like(inputs), torch.zeros_like(inputs), ((0, n_tokens + pad),)
         )
         with torch.no_grad():
             logprobs: Tensor = self.model(
-                inputs, positions, mask, positions[:n_tokens], ids[1:], temperature, None
+                inputs, positions, mask, order, ids[1:], temperature, None
             )
         reshard(self.model)
-        return logprobs.tolist()
+        values: list[float] = logprobs.tolist()
+        return values
 
-    def _forward_backward(
-        self, batch: MicroBatch, n_trained_tokens: int, stats: LossStats
-    ) -> None:
+    def _forward_backward(self, batch: MicroBatch, n_trained_tokens: int, stats: LossStats) -> None:
         loss = self.model(
             batch.token_ids_T,
             batch.positions_T,
@@ -142,29 +198,6 @@ class Learner:
             partial(_chunk_loss, batch.tokens, self.cfg.algorithm, n_trained_tokens, stats),
         )
         loss.backward()
-
-    def _reduce(self, stats: LossStats) -> dict[str, float]:
-        dist.all_reduce(stats.sums_K)
-        dist.all_reduce(stats.maxima_K, dist.ReduceOp.MAX)
-        return stats.metrics()
-
-    def _update(self, loss: float) -> dict[str, float]:
-        optimizer = self.cfg.trainer.optimizer
-        grad_norm = titan.clip_grad_norm_(
-            self.model.parameters(), optimizer.max_grad_norm, foreach=True
-        ).item()
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise NonFiniteError(
-                f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}. The weights are unchanged; lower "
-                f"trainer.optimizer.lr ({optimizer.lr}) or look for odd log-probabilities in the step's shards."
-            )
-        lr = lr_at(self.step + 1, optimizer.lr, self.cfg.trainer.schedule, self.cfg.run.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.step += 1
-        return {"trainer/grad_norm": grad_norm, "trainer/lr": lr}
 
 
 def _chunk_loss(

@@ -1,7 +1,9 @@
-"""Builds the trained model from a Hugging Face directory: torchtitan modules, FSDP2, weights through torchtitan's
-state-dict adapter. Works with one rank or many, on CPU (gloo) and CUDA (NCCL); knows nothing of losses or batches.
+"""Builds the trained model from a Hugging Face directory: torchtitan modules, FSDP2, weights
+through torchtitan's state-dict adapter. Works with one rank or many, on CPU (gloo) and CUDA (NCCL);
+knows nothing of losses or batches.
 
-Axes: B batch (always 1), T tokens of a pack, D model width, N positions whose next token is trained.
+Axes: B batch (always 1), T tokens of a pack, D model width, N positions whose next token is
+trained.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -33,7 +35,9 @@ FORWARD_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class _Policy:
-    """Replaces the forward of torchtitan's decoders: a pack goes in, a loss or log-probabilities come out."""
+    """Replaces the forward of torchtitan's decoders: a pack goes in, a loss or log-probabilities
+    come out.
+    """
 
     tok_embeddings: nn.Module
     layers: nn.ModuleDict
@@ -50,7 +54,9 @@ class _Policy:
         temperature: float,
         chunk_loss: ChunkLoss | None,
     ) -> Tensor:
-        """`predict_N` are the pack indices whose hidden states predict `targets_N`; see `LossHead` for the rest."""
+        """`predict_N` are the pack indices whose hidden states predict `targets_N`; see `LossHead`
+        for the rest.
+        """
         h_BTD = self.tok_embeddings(token_ids_T[None])
         for layer in self.layers.values():
             h_BTD = layer(h_BTD, mask, positions_T[None])
@@ -88,7 +94,8 @@ class CpuRMSNorm(titan.RMSNorm):
 
 
 def build_model(model_dir: Path, cfg: TrainerConfig, device: torch.device) -> nn.Module:
-    """The model of `model_dir`, sharded over the default process group, float32 masters, weights loaded.
+    """The model of `model_dir`, sharded over the default process group, float32 masters, weights
+    loaded.
 
     A collective. Raises `ConfigError` for a model that is not supported.
     """
@@ -100,24 +107,31 @@ def build_model(model_dir: Path, cfg: TrainerConfig, device: torch.device) -> nn
     _shard(model, cfg, device)
     model.to_empty(device=device)
     with torch.no_grad():
-        model.init_states(buffer_device=device)
+        init_states: Any = model.init_states
+        init_states(buffer_device=device)
     _load_weights(model, build_adapter(model, model_dir), model_dir)
     return model
 
 
 def build_adapter(model: nn.Module, model_dir: Path) -> titan.StateDictAdapter:
-    """torchtitan's converter between its own and Hugging Face names, for any part of what `units` yields.
+    """torchtitan's converter between its own and Hugging Face names, for any part of what `units`
+    yields.
 
-    It is told that nothing is tied: `units` leaves a tied head out, and the adapters otherwise want both together.
+    It is told that nothing is tied: `units` leaves a tied head out, and the adapters otherwise want
+    both together.
     """
     qwen3 = isinstance(model, titan.Qwen3Model)
     adapter = titan.Qwen3StateDictAdapter if qwen3 else titan.Llama3StateDictAdapter
-    return adapter(replace(model.config, enable_weight_tying=False), str(model_dir))
+    config: Any = model.config
+    return adapter(replace(config, enable_weight_tying=False), str(model_dir))
 
 
 def build_model_config(shape: ModelShape, cfg: TrainerConfig, device: torch.device) -> Any:
-    """torchtitan's configuration of the model: its flavors are hard-coded, so each part is stated here."""
-    # Positions end with prompt plus completion, which the budget bounds; the rotary cache is kept per layer.
+    """torchtitan's configuration of the model: its flavors are hard-coded, so each part is stated
+    here.
+    """
+    # Positions end with prompt plus completion, which the budget bounds; the rotary cache is kept
+    # per layer.
     rope = _rope_config(shape, min(shape.max_position_embeddings, cfg.tokens_per_microbatch))
     slow_norm = device.type == "cpu" and cfg.forward_dtype == "bfloat16"
     norm_class = CpuRMSNorm if slow_norm else titan.RMSNorm
@@ -198,7 +212,8 @@ def _shard(model: nn.Module, cfg: TrainerConfig, device: torch.device) -> None:
         param_dtype=FORWARD_DTYPES[cfg.forward_dtype],
         reduce_dtype=torch.float32,
         pp_enabled=False,
-        # One rank has nothing to free, and gathering again for the backward would cast everything again.
+        # One rank has nothing to free, and gathering again for the backward would cast everything
+        # again.
         reshard_after_forward_policy="never" if n_ranks == 1 else "default",
     )
     if device.type == "cpu":
@@ -208,9 +223,21 @@ def _shard(model: nn.Module, cfg: TrainerConfig, device: torch.device) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop gathered weights. Needed after a forward without backward: they would outlive the next weight change."""
+    """Drop gathered weights. Needed after a forward without backward: they would outlive the next
+    weight change.
+    """
     for module in _fsdp_modules(model):
         module.reshard()
+
+
+def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The sharded parameters by names that do not depend on activation checkpointing; a tied one
+    once.
+    """
+    return {
+        name.replace("_checkpoint_wrapped_module.", ""): parameter
+        for name, parameter in model.named_parameters()
+    }
 
 
 def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -218,10 +245,11 @@ def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def units(model: nn.Module) -> list[dict[str, Tensor]]:
-    """The sharded weights by torchtitan's names: embeddings, each layer, final norm with the head, in forward order.
+    """The sharded weights by torchtitan's names: embeddings, each layer, final norm with the head,
+    in forward order.
 
-    What is moved between formats moves unit by unit, so that whole models are never held twice. A tied head is left
-    out: it is the embeddings.
+    What is moved between formats moves unit by unit, so that whole models are never held twice. A
+    tied head is left out: it is the embeddings.
     """
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in model.state_dict().items():
@@ -244,7 +272,7 @@ def _load_weights(model: nn.Module, adapter: titan.StateDictAdapter, model_dir: 
         }
         hf_target = adapter.to_hf(dict(target))
         try:
-            dcp.load(hf_target, storage_reader=adapter.get_hf_storage_reader(str(model_dir)))
+            load(hf_target, storage_reader=adapter.get_hf_storage_reader(str(model_dir)))
         except (CheckpointException, RuntimeError) as error:
             raise ConfigError(
                 f"{model_dir}: its weights do not fit its config.json ({error})."

@@ -1,11 +1,10 @@
 """The parts of torchtitan that are built on, imported once torchtitan knows the device.
 
-torchtitan fixes its device when `torchtitan.tools.utils` is first imported and takes CUDA when it finds no accelerator
-at all; every other module copies that value. So the others must be imported through here. torchtitan's RL actors are
-never imported: they need Monarch.
+torchtitan fixes its device when `torchtitan.tools.utils` is first imported and takes CUDA when it
+finds no accelerator at all; every other module copies that value. So the others must be imported
+through here. torchtitan's RL actors are never imported: they need Monarch.
 """
 
-# ruff: noqa: E402
 from __future__ import annotations
 
 import torch
