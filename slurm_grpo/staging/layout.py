@@ -108,6 +108,7 @@ COLUMNS = (
     ),
     Column("tokens/loss_mask", "u1", "T", "0: the policy did not write this token", "1", True),
 )
+BY_PATH = {c.path: c for c in COLUMNS}
 NEEDED_TO_READ = tuple(
     c.path
     for c in COLUMNS
@@ -155,7 +156,7 @@ def build_columns(groups: list[Group]) -> Columns:
             [[e.reward_parts.get(n, np.nan) for n in part_names] for e in episodes], "f4"
         ).reshape(len(episodes), len(part_names)),
         "episodes/finish_reason": np.array(
-            [FINISH_REASONS.index(_disk_finish_reason(e)) for e in episodes], "u1"
+            [FINISH_REASONS.index(_disk_finish_reason(e)) for e in episodes], FINISH_REASON_TYPE
         ),
         "episodes/policy_version_min": np.array([v.min(initial=2**31 - 1) for v in versions], "i8"),
         "episodes/policy_version_max": np.array([v.max(initial=-1) for v in versions], "i8"),
@@ -178,18 +179,10 @@ def build_image(columns: Columns, header: ShardHeader) -> bytes:
     """The bytes of an HDF5 file that holds `columns`; `complete` is the last thing set."""
     shard_uuid = uuid.uuid4().hex
     with h5py.File(shard_uuid, "w", driver="core", backing_store=False) as file:
+        for name in ("groups", "episodes", "tokens"):
+            file.create_group(name)
         for column in COLUMNS:
-            values = columns[column.path]
-            checksum = column.checksum and len(values) > 0  # an empty dataset has no chunk to check
-            dataset = file.create_dataset(
-                column.path,
-                data=values,
-                dtype=column.dtype,
-                chunks=(min(CHUNK_TOKENS, len(values)),) if checksum else None,
-                fletcher32=checksum or None,
-            )
-            _set_text(dataset, "description", column.description)
-            _set_text(dataset, "units", column.units)
+            _create(file, column, columns[column.path])
         file["episodes/advantage"].attrs["estimator"] = header.advantage_estimator
         file["episodes/reward_parts"].attrs["names"] = np.array(columns.part_names, TEXT)
         attributes = {
@@ -240,10 +233,7 @@ def check_header(file: h5py.File) -> None:
 def read_all(file: h5py.File) -> Columns:
     """Read and check every column of a whole file. Raises ShardError saying what is wrong."""
     check_header(file)
-    for column in COLUMNS:
-        if column.path not in file:
-            raise ShardError(f"dataset {column.path} is missing")
-    columns = Columns({c.path: file[c.path][()] for c in COLUMNS}, _part_names(file))
+    columns = Columns({c.path: _read(file, c) for c in COLUMNS}, _part_names(file))
     _check_counts(file, columns)
     tokens = columns["episodes/token_offsets"]
     if not np.isfinite(columns["tokens/logprob"]).all():
@@ -267,22 +257,17 @@ def read_slab(file: h5py.File, first: int, stop: int) -> Columns:
     spans = {"P": (first, stop), "P+1": (first, stop + 1)}
     data: dict[str, Array] = {}
 
-    def slab(path: str, span: tuple[int, int]) -> Array:
-        data[path] = file[path][slice(*span)]
-        return data[path]
-
     def span_of(path: str, span: tuple[int, int]) -> tuple[int, int]:
-        offsets = slab(path, span)
-        inside = int(offsets[0]), int(offsets[-1])
+        offsets = _read(file, BY_PATH[path], span)
         data[path] = offsets - offsets[0]
-        return inside
+        return int(offsets[0]), int(offsets[-1])
 
     spans["Tp"] = span_of("groups/prompt_offsets", spans["P+1"])
     spans["N"] = span_of("groups/episode_offsets", spans["P+1"])
     spans["T"] = span_of("episodes/token_offsets", (spans["N"][0], spans["N"][1] + 1))
     for column in COLUMNS:
         if column.path in NEEDED_TO_READ and column.path not in data:
-            slab(column.path, spans[column.axis])
+            data[column.path] = _read(file, column, spans[column.axis])
     return Columns(data, _part_names(file))
 
 
@@ -376,13 +361,46 @@ def _check_counts(file: h5py.File, columns: Columns) -> None:
             raise ShardError(f"{path} does not run from 0 to {counts[axis]} without falling")
 
 
-def _set_text(dataset: h5py.Dataset, name: str, text: str) -> None:
-    """`dataset.attrs[name] = text` without the temporary attribute that h5py renames: a quarter
-    of the time of building an image goes there."""
-    attribute = h5py.h5a.create(
-        dataset.id, name.encode(), TEXT_ID, h5py.h5s.create(h5py.h5s.SCALAR)
-    )
+# h5py's `create_dataset`, `attrs` and indexing take longer than what they do here; hence its lower
+# layer in the three functions below.
+
+
+def _create(file: h5py.File, column: Column, values: Array) -> None:
+    """Write one dataset with its two attributes."""
+    options = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    options.set_obj_track_times(False)
+    if column.checksum and len(values) > 0:  # an empty dataset has no chunk to check
+        options.set_chunk((min(CHUNK_TOKENS, len(values)),))
+        options.set_fletcher32()
+    kind = h5py.h5t.py_create(values.dtype, logical=True)
+    space = h5py.h5s.create_simple(values.shape)
+    dataset = h5py.h5d.create(file.id, column.path.encode(), kind, space, options)
+    if values.size:
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values)
+    _set_text(dataset, "description", column.description)
+    _set_text(dataset, "units", column.units)
+
+
+def _set_text(dataset: h5py.h5d.DatasetID, name: str, text: str) -> None:
+    scalar = h5py.h5s.create(h5py.h5s.SCALAR)
+    attribute = h5py.h5a.create(dataset, name.encode(), TEXT_ID, scalar)
     attribute.write(np.array(text, TEXT))
+
+
+def _read(file: h5py.File, column: Column, span: tuple[int, int] | None = None) -> Array:
+    """The rows of `span` (None: all) in this program's type for the column; text as UTF-8 bytes."""
+    try:
+        dataset = h5py.h5d.open(file.id, column.path.encode())
+    except KeyError as error:
+        raise ShardError(f"dataset {column.path} is missing") from error
+    n_rows, *rest = dataset.shape
+    first, stop = span or (0, n_rows)
+    values = np.empty((stop - first, *rest), column.dtype)
+    if values.size:
+        rows = dataset.get_space()
+        rows.select_hyperslab((first, *(0 for _ in rest)), values.shape)
+        dataset.read(h5py.h5s.create_simple(values.shape), rows, values)
+    return values
 
 
 def _part_names(file: h5py.File) -> tuple[str, ...]:
@@ -418,7 +436,7 @@ def _optional(value: np.float32) -> float | None:
 
 
 def _texts(values: Iterable[Any]) -> Array:
-    return np.array([_json(v) for v in values], object)
+    return np.array([_json(v) for v in values], TEXT)
 
 
 def _json(value: Any) -> str:

@@ -93,7 +93,7 @@ def group_lists(draw: st.DrawFn) -> list[Group]:
 
 
 @given(group_lists())
-@settings(max_examples=40, deadline=None, database=None)
+@settings(max_examples=25, deadline=None, database=None)
 def test_building_then_reading_is_identity(groups: list[Group]) -> None:
     columns = layout.build_columns(groups)
     image = layout.build_image(columns, make_header())
