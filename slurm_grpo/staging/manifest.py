@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_grpo.errors import ShardError
-from slurm_grpo.fsio import link_durably, read_whole, storage_errors
+from slurm_grpo.fsio import link_durably, read_whole, storage_errors, sweep_temporaries
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging.shards import (
     GroupRef,
@@ -126,10 +126,12 @@ def load_state(
 ) -> ResumeState:
     """Derive the prompt cursor and the reusable shards for an attempt starting from `resume_step`.
 
-    Called by trainer rank 0 before any group is assigned. Damaged left-over shards are quarantined
-    with a warning; a damaged or missing committed manifest raises ShardError, since guessing would
-    repeat or skip prompts.
+    Called by trainer rank 0 before any group is assigned. Sweeps what killed writers left behind.
+    Damaged left-over shards are quarantined with a warning; a damaged or missing committed manifest
+    raises ShardError, since guessing would repeat or skip prompts.
     """
+    for directory in (run.episodes, run.manifests):
+        sweep_temporaries(directory)
     starts = read_resumed_from(run)
     committed = _committed_manifests(run, starts, resume_step)
     consumed = frozenset(g for m in committed for g, _ in m.groups)

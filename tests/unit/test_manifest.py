@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -203,6 +204,15 @@ def test_a_damaged_leftover_is_quarantined_with_a_warning(
     assert (run.episodes / "quarantine" / path.name).exists()
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert f"{bad.size_bytes - 1} of {bad.size_bytes}" in caplog.text
+
+
+def test_a_resume_sweeps_what_killed_writers_left(run: RunDir) -> None:
+    for directory in (run.episodes, run.manifests):
+        temporary = directory / ".x.0123456789abcdef.tmp"
+        temporary.touch()
+        os.utime(temporary, (0, 0))
+    _strict(run, 0)
+    assert [*run.episodes.iterdir(), *run.manifests.iterdir()] == []
 
 
 # Random histories against a brute-force reading of the rule.
