@@ -30,6 +30,7 @@ class Door:
         changed.
         """
         self._waiting_since: dict[int, float] = {}
+        self._gone: set[int] = set()  # died after go: their next incarnation is no member
         self._arrived: set[int] = set()
         self._acks: dict[str, Any] = {}
         self._failed: dict[str, str] = {}
@@ -40,8 +41,8 @@ class Door:
 
     @property
     def members(self) -> list[int]:
-        """Engines the door is open for, ascending."""
-        return list(self._members) if self.version is not None else []
+        """Engines the door is open for, ascending; without those that died after go."""
+        return [e for e in self._members if self._is_member(e)]
 
     def open(self, version: int, store: str, ready: Mapping[int, int], now: float) -> None:
         """Ask the ready engines (id -> incarnation) to the door. Opening it again for the same
@@ -64,7 +65,7 @@ class Door:
 
     def arrived(self, engine: int, epoch: int, version: int) -> bool:
         """An engine stands at the door; returns whether this was the last one missing."""
-        if not self._is_current(epoch, version) or engine not in self._members or self.go:
+        if not self._awaits(engine, epoch, version) or self.go:
             return False
         self._arrived.add(engine)
         self.go = len(self._arrived) == len(self._members)
@@ -72,12 +73,12 @@ class Door:
 
     def received(self, engine: int, epoch: int, version: int, digest: Any) -> None:
         """An engine holds the whole version in staging."""
-        if self._is_current(epoch, version) and self.go and engine in self._members:
+        if self._awaits(engine, epoch, version) and self.go:
             self._acks[engine_name(engine)] = digest
 
     def failed(self, engine: int, epoch: int, version: int, error: str) -> None:
         """An engine could not receive."""
-        if self._is_current(epoch, version) and self.go and engine in self._members:
+        if self._awaits(engine, epoch, version) and self.go:
             self._failed[engine_name(engine)] = error
             self._broken = True
 
@@ -85,6 +86,7 @@ class Door:
         """An engine died. Before go `refresh` removes it, after go the trainer hears of it."""
         if self.version is not None and self.go and engine in self._members:
             self._broken = True
+            self._gone.add(engine)
             if engine_name(engine) not in self._acks:
                 self._failed.setdefault(engine_name(engine), "exited during the transfer")
 
@@ -100,17 +102,17 @@ class Door:
         self._form(ready, now)
         return former | set(self._members)
 
-    def commit(self, epoch: int, version: int) -> dict[int, int]:
-        """Close the door; returns the engines that hold the version (id -> incarnation)."""
+    def commit(self, epoch: int, version: int) -> list[int]:
+        """Close the door; returns the living engines that hold the version."""
         if not self._is_current(epoch, version) or not self.go:
             raise MessageError(
                 f"commit: epoch {epoch}, version {version} is not in transfer "
                 f"(the door stands at epoch {self._epoch}, version {self.version}, go {self.go})."
             )
+        holders = [e for e in self.members if engine_name(e) in self._acks]
         self.version = None
         self.go = False
-        self._broken |= bool(self._failed)
-        return {e: inc for e, inc in self._members.items() if engine_name(e) in self._acks}
+        return holders
 
     def late(self, now: float) -> dict[int, float]:
         """Members not at the door yet, with the seconds since they were asked to come."""
@@ -120,7 +122,7 @@ class Door:
 
     def engine_view(self, engine: int) -> dict[str, Any] | None:
         """What a member needs to join: None for anybody else."""
-        if self.version is None or engine not in self._members:
+        if not self._is_member(engine):
             return None
         return {
             **self._common(),
@@ -151,6 +153,12 @@ class Door:
     def _is_current(self, epoch: int, version: int) -> bool:
         return self.version is not None and (epoch, version) == (self._epoch, self.version)
 
+    def _awaits(self, engine: int, epoch: int, version: int) -> bool:
+        return self._is_current(epoch, version) and self._is_member(engine)
+
+    def _is_member(self, engine: int) -> bool:
+        return self.version is not None and engine in self._members and engine not in self._gone
+
     def _form(self, ready: Mapping[int, int], now: float) -> None:
         members = dict(sorted(ready.items()))
         if self._broken or members != self._members or self._epoch_version == self.version:
@@ -163,4 +171,4 @@ class Door:
         }
         self._waiting_since = {e: self._waiting_since.get(e, now) for e in members}
         self.go = False
-        self._arrived, self._acks, self._failed = set(), {}, {}
+        self._gone, self._arrived, self._acks, self._failed = set(), set(), {}, {}

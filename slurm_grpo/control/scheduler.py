@@ -222,15 +222,12 @@ class Scheduler:
         self._assign()
 
     def _on_commit(self, sender: _Peer, epoch: int, version: int, **_: Any) -> None:
-        members = self._door.members
         holders = self._door.commit(epoch, version)
         self._version = version
-        for k in members:
-            engine = self._engines[k]
-            if engine.incarnation == holders.get(k):
-                engine.committed = version
-                engine.committed_at = self._now
-                engine.is_installing = True
+        for engine in (self._engines[k] for k in holders):
+            engine.committed = version
+            engine.committed_at = self._now
+            engine.is_installing = True
         self._touch(*self._engines)
         self._assign()
 
@@ -288,6 +285,7 @@ class Scheduler:
         engine.state = "down"
         engine.committed = engine.installed = None
         engine.is_installing = False
+        engine.stats = {}
         self._assignment.release(engine_id)
         self._evaluations.release(engine_id)
         self._door.exited(engine_id)
@@ -359,8 +357,13 @@ class Scheduler:
         return changed
 
     def view(self, peer: str, incarnation: int | None = None) -> View:
-        """The peer's whole desired state; to be read, not changed. A replaced incarnation is told
-        to stop.
+        """The peer's whole desired state; to be read, not changed.
+
+        All: `stop` (None or the reason to leave at once). Engines: `groups` owed, `again` (how
+        often such a group was lost before), `door` to come to, `committed` (version to install;
+        None while the door is open), `evals` (chunks owed). Trainers: `trainer_store`; rank 0 also
+        `boundary_stop`, `shards` to choose from, `door` with its members, `unsynced` engines,
+        finished `evals`, and all `engines`. A replaced incarnation is told to stop.
         """
         if peer not in self._peers:
             raise MessageError(
@@ -410,6 +413,7 @@ class Scheduler:
                 "version": engine.installed,
                 "groups": self._assignment.outstanding(engine.engine_id),
                 "host": engine.host,
+                "pid": engine.pid,
                 "log": engine.log,
                 "error": engine.error,
                 "probe": engine.probe,

@@ -330,6 +330,12 @@ def test_a_death_between_go_and_receipt_is_reported_and_the_next_epoch_has_the_l
     bench.exit(1)
     assert bench.door["failed"] == {"engine-1": "exited during the transfer"}
     assert bench.door["acks"] == {"engine-0": "d"}
+    bench.start(1)
+    bench.arrive(1)
+    bench.receive(1)
+    assert bench.view(1)["door"] is None, "the epoch belongs to its predecessor"
+    assert bench.door["acks"] == {"engine-0": "d"}
+    bench.exit(1)
     bench.leader_says("sync_failed", reason="engine-1 died")
     assert bench.door["epoch"] == 2
     assert bench.door["version"] == 0
@@ -340,15 +346,22 @@ def test_a_death_between_go_and_receipt_is_reported_and_the_next_epoch_has_the_l
     assert bench.view(0)["committed"] == 0
 
 
-def test_a_death_between_receipt_and_commit_leaves_the_commit_to_the_living() -> None:
+@pytest.mark.parametrize("restarts_before_commit", [True, False])
+def test_a_death_between_receipt_and_commit_leaves_the_commit_to_the_living(
+    restarts_before_commit: bool,
+) -> None:
     bench = Bench(config())
     bench.open(0)
     bench.arrive(0, 1)
     bench.receive(0, 1)
     bench.exit(1)
-    bench.start(1)
+    if restarts_before_commit:
+        bench.start(1)
+        assert bench.view(1)["door"] is None, "the epoch belongs to its predecessor"
     assert bench.door["failed"] == {}
     bench.leader_says("commit")
+    if not restarts_before_commit:
+        bench.start(1)
     assert bench.view(0)["committed"] == 0
     assert bench.view(1)["committed"] is None
     assert bench.leader["unsynced"] == ["engine-1"]

@@ -86,6 +86,16 @@ class Engine:
                 self.evals.add(key)
                 self.sim.later(self.sim.random.uniform(0.1, 3), partial(self.evaluate, chunk))
 
+    def perhaps_die(self) -> None:
+        if self.sim.random.random() < self.sim.trouble / 5:
+            self.die()
+
+    def die(self) -> None:
+        if self.alive:
+            self.alive = False
+            reap = partial(self.sim.reap, self.engine_id, self.incarnation)
+            self.sim.later(self.sim.random.uniform(0, 3), reap)
+
     def come_to_door(self, door: View) -> None:
         key = (door["epoch"], door["version"])
         if self.at_door != key:
@@ -100,6 +110,7 @@ class Engine:
         if self.alive and self.at_door == key:
             self.sim.standing.setdefault(key, set()).add(self.engine_id)
             self.send("at_door", epoch=key[0], version=key[1])
+            self.perhaps_die()
 
     def receive(self, key: tuple[int, int]) -> None:
         if not self.alive or self.at_door != key:
@@ -109,6 +120,7 @@ class Engine:
             return
         self.received = key
         self.send("received", epoch=key[0], version=key[1], digest=str(key))
+        self.perhaps_die()
 
     def finish(self, group_id: int, version: int) -> None:
         if not self.alive:
@@ -192,7 +204,7 @@ class Simulation:
     def push(self, answered: str | None = None) -> None:
         self.check_assignments()
         dirty = self.scheduler.dirty()
-        for peer in dirty | ({answered} if answered else set()):
+        for peer in sorted(dirty | ({answered} if answered else set())):
             if peer != answered and self.random.random() < self.trouble:
                 continue  # lost; the answer to the next heartbeat brings it
             view = self.scheduler.view(peer)
@@ -208,11 +220,8 @@ class Simulation:
         self.scheduler.engine_starting(engine_id, incarnation, self.now)
         self.engines[engine_id] = Engine(self, engine_id, incarnation)
         if self.random.random() < self.trouble * 3:
-            self.later(self.random.uniform(1, 90), lambda: self.kill(engine_id, incarnation))
-
-    def kill(self, engine_id: int, incarnation: int) -> None:
-        self.engines[engine_id].alive = False
-        self.later(self.random.uniform(0, 3), lambda: self.reap(engine_id, incarnation))
+            engine = self.engines[engine_id]
+            self.later(self.random.uniform(1, 90), engine.die)
 
     def reap(self, engine_id: int, incarnation: int) -> None:
         self.scheduler.engine_exited(engine_id, self.now)
