@@ -58,8 +58,10 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, check: bool = True
         raise ConfigError(
             f"cannot read the configuration {path}: {reason}. Give the path of a YAML file."
         ) from None
-    problems = [Problem(where=w, text=f"{key}: {t}" if key else t) for w, key, t in reader.problems]
+    problems = _in_file(reader)
     bad_keys = {key for _, key, _ in reader.problems}
+    if "" in bad_keys:  # it could not be read at all: whatever else seems missing may well be there
+        raise ConfigError(_report(path, problems))
 
     flags = {_key_of(option)[0] for option, _ in _chunks(overrides)}
     good, override_problems = _sort_out(overrides)
@@ -112,9 +114,7 @@ def read_frozen(path: Path) -> Config:
     reader = YamlReader(str(path))
     cfg = reader.read(Config, path.read_text(encoding="utf-8"))
     if reader.problems:
-        raise ConfigError(
-            _report(path, [Problem(where=w, text=f"{key}: {t}") for w, key, t in reader.problems])
-        )
+        raise ConfigError(_report(path, _in_file(reader)))
     return cfg
 
 
@@ -143,7 +143,17 @@ def _with(section: Any, key: str, value: Any) -> Any:
 def _report(path: Path, problems: list[Problem]) -> str:
     count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
     lines = [f"{count} in the configuration {path}:"]
-    return "\n".join(lines + [f"  {p.where}: {p.text}" for p in problems])
+    return "\n".join(lines + [f"  {p.where}: {p.text}" for p in sorted(problems, key=_place)])
+
+
+def _in_file(reader: YamlReader) -> list[Problem]:
+    return [Problem(where=w, text=f"{key}: {t}" if key else t) for w, key, t in reader.problems]
+
+
+def _place(problem: Problem) -> tuple[bool, int]:
+    """Sorts by line in the file, then defaults and options as found."""
+    line = re.search(r":(\d+)$", problem.where)
+    return (line is None, int(line[1]) if line else 0)
 
 
 # -- overrides -------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from slurm_grpo import config_io
 from slurm_grpo.config import Config
@@ -33,6 +34,9 @@ _DESCRIPTION = f"""\
 """
 
 
+Supervise: TypeAlias = Callable[[RunDir, Config], int]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arguments:
     """The command line, taken apart."""
@@ -44,8 +48,11 @@ class Arguments:
     help: bool
 
 
-def main(argv: Sequence[str]) -> int:
-    """Do what `argv` (without the program's name) asks for; the exit code."""
+def main(argv: Sequence[str], start: Supervise | None = None) -> int:
+    """Do what `argv` (without the program's name) asks for; the exit code.
+
+    `start` runs the attempt, `run_supervisor` by default.
+    """
     try:
         arguments = parse(argv)
         if arguments.help or arguments.dry_run:
@@ -65,13 +72,17 @@ def main(argv: Sequence[str]) -> int:
             return 0
         run.create()
         config_io.freeze_config(cfg, run.config)
-        # Here, since a configuration error should not wait for its imports.
-        from slurm_grpo.supervisor import run_supervisor
-
-        return run_supervisor(run, cfg)
+        return (start or _supervise)(run, cfg)
     except SlurmGrpoError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+
+
+def _supervise(run: RunDir, cfg: Config) -> int:
+    # Here: a configuration error should not wait for its imports.
+    from slurm_grpo.supervisor import run_supervisor
+
+    return run_supervisor(run, cfg)
 
 
 def parse(argv: Sequence[str]) -> Arguments:

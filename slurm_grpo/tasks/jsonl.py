@@ -99,11 +99,13 @@ def read_rows(path: Path, *, max_problems: int = 20) -> tuple[list[Row], list[st
 def _parse(line: bytes, number: int) -> Row | str:
     """The row in a line, or why there is none."""
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = json.loads(line.decode("utf-8-sig").rstrip())
     except UnicodeDecodeError as error:
         return f"not UTF-8 (byte {error.start + 1}). Convert the file."
-    except (ValueError, RecursionError) as error:
-        return f"not valid JSON: {error}. Write one object a line."
+    except json.JSONDecodeError as error:
+        return f"not valid JSON: {error.msg} in column {error.colno}. Write one object a line."
+    except RecursionError:
+        return "nested too deeply. Write a flat object."
     if not isinstance(row, dict):
         return f"{type(row).__name__} found; expected an object with `prompt` and `answer`."
     for name in ("prompt", "answer"):

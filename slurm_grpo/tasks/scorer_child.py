@@ -74,11 +74,10 @@ def _judge_one(judge: judges.Judge, text: str, target: Any) -> list[Any]:
 def _serve(connection: Connection, judge: judges.Judge) -> None:
     while True:
         try:
-            items = json.loads(connection.recv_bytes())
-        except EOFError:
+            for text, target in json.loads(connection.recv_bytes()):
+                connection.send_bytes(json.dumps(_judge_one(judge, text, target)).encode())
+        except (EOFError, ConnectionError):  # the parent has no further questions
             return
-        for text, target in items:
-            connection.send_bytes(json.dumps(_judge_one(judge, text, target)).encode())
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from model_shell import make_model_shell
 
 from slurm_grpo.config import (
     AlgorithmConfig,
@@ -32,26 +33,7 @@ CheckGolden = Callable[[str, str], None]
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, with a model directory that looks right in it."""
-    model = tmp_path / "model"
-    model.mkdir()
-    shape = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 320,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "hidden_act": "silu",
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-    }
-    (model / "config.json").write_text(json.dumps(shape))
-    (model / "model.safetensors").write_bytes(b"")
-    (model / "tokenizer.json").write_text("{}")
+    make_model_shell(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -314,14 +296,12 @@ def test_a_file_without_rows_is_refused(folder: Path) -> None:
     assert "gone.jsonl: cannot be read" in refusal(path, "--task.path", "gone.jsonl")
 
 
-def test_a_row_that_cannot_fit_is_refused(
-    folder: Path, tiny_model_dir: Callable[[str], Path]
-) -> None:
+def test_a_row_that_cannot_fit_is_refused(folder: Path) -> None:
     rows = '{"prompt": "1 + 1", "answer": 2}\n{"prompt": "' + "x" * 300 + '", "answer": 2}\n'
     text = refusal(
         rows_config(folder, rows),
-        *("--model.path", str(tiny_model_dir("llama"))),
-        *("--generator.engine.max_model_len", "256"),
+        "--generator.engine.max_model_len",
+        "256",
     )
     assert "rows.jsonl:2: the prompt has 300 tokens; expected at most 232" in text
     assert "rows.jsonl:1" not in text
