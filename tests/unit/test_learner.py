@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def gradients_of(
-    model_dir: Path, groups: list[Group], **trainer: object
+    model_dir: Path, groups: list[Group], **trainer: Any
 ) -> tuple[float, dict[str, torch.Tensor]]:
     learner = Learner(make_config(model_dir, **trainer), CPU)
     stats = learner.compute_gradients(groups, *learner.plan(groups))
@@ -108,7 +109,7 @@ def test_step_on_the_policys_own_samples_has_ratio_one(
     tiny_model_dir: Callable[[Family], Path],
 ) -> None:
     learner = Learner(make_config(tiny_model_dir("llama")), CPU)
-    groups = []
+    groups: list[Group] = []
     for group in make_groups(2):
         prompt = group[0].prompt.token_ids.tolist()
         groups.append([])
@@ -145,7 +146,7 @@ def test_step_equals_one_of_plain_adamw(tiny_model_dir: Callable[[Family], Path]
     before = copy_weights(learner)
     learner.compute_gradients(groups, *plan)
     grads = {
-        name: p.grad.full_tensor()  # type: ignore[union-attr, operator]
+        name: p.grad.full_tensor()  # type: ignore[union-attr]
         for name, p in learner.model.named_parameters()
     }
     learner.optimizer.zero_grad()

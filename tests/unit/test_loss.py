@@ -24,7 +24,7 @@ def tokens(ratios: list[float], advantages: list[float], weights: list[float]) -
 
 def gradient(ratio: float, advantage: float) -> float:
     logprobs = torch.zeros(1, requires_grad=True)
-    policy_loss(logprobs, tokens([ratio], [advantage], [1.0]), ALGORITHM, 1).backward()  # type: ignore[no-untyped-call]
+    policy_loss(logprobs, tokens([ratio], [advantage], [1.0]), ALGORITHM, 1).backward()
     assert logprobs.grad is not None
     return logprobs.grad.item()
 
