@@ -26,10 +26,8 @@ Metadata: TypeAlias = list[tuple[str, torch.dtype, tuple[int, ...]]]
 """Name, dtype and full shape of every tensor, in the order they are sent."""
 
 HEADER_FIELDS = 3
-_ALIGN_BYTES = (
-    128  # sixteen int64 words, a row of the digest; also keeps every dtype's view aligned
-)
-_ROW_WORDS = _ALIGN_BYTES // 8
+_LINE_BYTES = 512
+"""What a digest counts in. Tensors begin on a line, so that every dtype's view is aligned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,14 +42,14 @@ class TensorSlot:
 
 
 class Layout:
-    """Tensors laid end to end (128-byte aligned) and cut into buckets of equal size; large tensors
+    """Tensors laid end to end (each on a 512-byte line) and cut into buckets of equal size; large tensors
     span several.
     """
 
     def __init__(self, metadata: Metadata, bucket_bytes: int) -> None:
-        if bucket_bytes <= 0 or bucket_bytes % _ALIGN_BYTES:
+        if bucket_bytes <= 0 or bucket_bytes % _LINE_BYTES:
             raise ValueError(
-                f"bucket_bytes {bucket_bytes} is not a positive multiple of {_ALIGN_BYTES}"
+                f"bucket_bytes {bucket_bytes} is not a positive multiple of {_LINE_BYTES}"
             )
         self.bucket_bytes = bucket_bytes
         slots, offset = [], 0
@@ -62,7 +60,7 @@ class Layout:
                     name=name, dtype=dtype, shape=tuple(shape), offset=offset, n_bytes=n_bytes
                 )
             )
-            offset += -(-n_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+            offset += -(-n_bytes // _LINE_BYTES) * _LINE_BYTES
         self.slots: tuple[TensorSlot, ...] = tuple(slots)
         self.n_bytes = offset
         """Length of the stream, padding included."""
@@ -104,21 +102,17 @@ def decode_layout(encoded: bytes, bucket_bytes: int) -> Layout:
 
 
 def bucket_digest(bucket: Tensor) -> Tensor:
-    """Σw and Σ(i+1)·w mod 2^64 over the bytes as int64 words w, computed on the bucket's device;
-    int64 [2].
+    """Σw and Σ(i+1)·w mod 2^64 over the lines w of a bucket, computed on its device; int64 [2].
 
-    `bucket` is uint8, contiguous, a multiple of 128 bytes long. The second sum is taken over rows
-    of sixteen words: two plain reductions, several times faster on a CPU than a product with the
-    index. Words are int64 because widening int32 words costs a CPU more than the broadcast of the
-    same bytes.
+    A line's w is the sum of its 64 int64 words. Any change of the bytes of one line shows in Σw unless it leaves that
+    sum alone, and lines in the wrong place show in Σ(i+1)·w. Finer or narrower words would cost a CPU about as much
+    as the broadcast itself: this is one pass at the speed of memory.
+
+    `bucket` is uint8, contiguous, a multiple of 512 bytes long.
     """
-    words = bucket.view(torch.int64).view(-1, _ROW_WORDS)
-    row_sums = words.sum(dim=1)
-    column_sums = words.sum(dim=0)
-    rows = torch.arange(len(row_sums), device=bucket.device)
-    columns = torch.arange(1, _ROW_WORDS + 1, device=bucket.device)
-    weighted = torch.dot(column_sums, columns) + _ROW_WORDS * torch.dot(row_sums, rows)
-    return torch.stack((column_sums.sum(), weighted))
+    lines = bucket.view(torch.int64).view(-1, _LINE_BYTES // 8).sum(dim=1)
+    positions = torch.arange(1, len(lines) + 1, device=bucket.device)
+    return torch.stack((lines.sum(), (lines * positions).sum()))
 
 
 def digest_text(digests: Tensor) -> str:
