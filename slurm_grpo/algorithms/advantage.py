@@ -20,10 +20,10 @@ def group_advantages(rewards: Float32Array, kind: Literal["std", "mean"]) -> Flo
     `std` is the estimator of GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1): (r - mean) / (std
     + 1e-6) with the population standard deviation. `mean` leaves the division out (Dr. GRPO, arXiv
     2503.20783), so that groups near all-right or all-wrong are not amplified. A group of equal
-    rewards gives exact zeros.
+    rewards gives exact zeros, one without rewards (nothing could be scored) no advantages.
     """
     wide = np.asarray(rewards, dtype=np.float64)
-    if np.ptp(wide) == 0.0:
+    if not len(wide) or np.ptp(wide) == 0.0:
         # The mean of equal numbers need not equal them in floating point.
         return np.zeros(len(wide), dtype=np.float32)
     centred = wide - wide.mean()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import time
 from typing import Any
 
@@ -181,6 +182,7 @@ class TrainerLoop:
         row["groups/dropped_stale"] = float(plan.n_dropped_stale)
         row["groups/dropped_no_signal"] = float(plan.n_dropped_no_signal)
         n_tokens = sum(group.n_tokens for group, _ in plan.groups)
+        row["trainer/memory_bytes"] = peak_memory_bytes(self._learner.device)
         row["trainer/tokens_per_s"] = n_tokens / row["trainer/forward_backward_s"]
         pauses = [
             engine["stats"]["pause_s"]
@@ -263,6 +265,13 @@ class TrainerLoop:
 def _group_timeout_s(cfg: Config) -> float:
     """The longest that ranks wait for rank 0: engines on their way to the door, perhaps restarted."""
     return cfg.cluster.start_timeout_s + cfg.weight_sync.door_timeout_s + 60.0
+
+
+def peak_memory_bytes(device: torch.device) -> float:
+    """The most this process has held: GPU memory on a GPU, else resident memory."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
 def main() -> None:
