@@ -288,10 +288,14 @@ class Simulation:
             )
             key = {"epoch": door["epoch"], "version": version}
             result = yield partial(self.outcome, door["epoch"])
+            yield partial(self.is_later_than, self.now + 4 * self.random.random() * self.trouble)
             if result == "acked" and self.random.random() > self.trouble / 4:
                 self.trainer_sends("commit", **key)
                 return
             self.trainer_sends("sync_failed", **key, reason="test")
+
+    def is_later_than(self, then: float, view: View) -> bool:
+        return self.now > then
 
     def outcome(self, epoch: int, view: View) -> str | None:
         door = view["door"]
