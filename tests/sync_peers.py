@@ -1,6 +1,7 @@
 """Real second processes for weight-sync tests: a sender and engines, told what to do over pipes.
 
-Run as a script it is such a process: one JSON request a line on stdin, one JSON reply a line on stdout.
+Run as a script it is such a process: one JSON request a line on stdin, one JSON reply a line on
+stdout.
 """
 
 from __future__ import annotations
@@ -18,8 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from slurm_grpo.config import Config, EngineConfig, GeneratorConfig, ModelConfig, SamplingConfig
-from slurm_grpo.config import WeightSyncConfig
+from slurm_grpo.config import (
+    Config,
+    EngineConfig,
+    GeneratorConfig,
+    ModelConfig,
+    SamplingConfig,
+    WeightSyncConfig,
+)
 from slurm_grpo.errors import SlurmGrpoError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +40,11 @@ class Peer:
     """A process started from this file."""
 
     def __init__(self, kind: str, settings: dict[str, Any]) -> None:
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+            "OMP_NUM_THREADS": "1",
+        }
         self.process = subprocess.Popen(
             [sys.executable, __file__, kind, json.dumps(settings)],
             stdin=subprocess.PIPE,
@@ -101,7 +112,12 @@ def sync(sender: Peer, engines: list[Peer], model: Path, version: int, epoch: in
     sender.start("send", model=str(model), version=version, epoch=epoch, world_size=world_size)
     for rank, engine in enumerate(engines, start=1):
         engine.start(
-            "receive", store=address, epoch=epoch, first_rank=rank, world_size=world_size, version=version
+            "receive",
+            store=address,
+            epoch=epoch,
+            first_rank=rank,
+            world_size=world_size,
+            version=version,
         )
     sent = sender.reply()
     for engine in engines:
@@ -118,7 +134,9 @@ class SenderPeer:
         from slurm_grpo.control.policy_group import host_address, make_store
         from slurm_grpo.trainer.weight_sender import WeightSender
 
-        self.cfg = WeightSyncConfig(bucket_mib=1, transfer_timeout_s=settings.get("timeout_s", 60.0))
+        self.cfg = WeightSyncConfig(
+            bucket_mib=1, transfer_timeout_s=settings.get("timeout_s", 60.0)
+        )
         self.store, self.store_address = make_store(host_address())
         self.sender = WeightSender(self.cfg)
         self.group: Any = None
@@ -141,7 +159,12 @@ class SenderPeer:
         if self.group is None or self.group.epoch != epoch:
             group_class = _corrupting_group(corrupt_bucket)
             self.group = group_class(
-                self.store_address, epoch, 0, world_size, torch.device("cpu"), self.cfg.transfer_timeout_s
+                self.store_address,
+                epoch,
+                0,
+                world_size,
+                torch.device("cpu"),
+                self.cfg.transfer_timeout_s,
             )
         weights = load_file(Path(model) / "model.safetensors")
         metadata = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
@@ -158,7 +181,11 @@ class SenderPeer:
             result = self.sender.send(self.group, layers(), metadata, version)
         finally:
             assert n_layers == len(weights), "the layers were not drained"
-        return {"digest": result.digest, "n_bytes": result.n_bytes, "broadcast_s": result.broadcast_s}
+        return {
+            "digest": result.digest,
+            "n_bytes": result.n_bytes,
+            "broadcast_s": result.broadcast_s,
+        }
 
 
 def _corrupting_group(corrupt_bucket: int | None) -> Any:
@@ -168,8 +195,12 @@ def _corrupting_group(corrupt_bucket: int | None) -> Any:
     class CorruptingGroup(PolicyGroup):
         n_buckets = 0
 
-        def start_broadcast(self, tensor: Any, root: int = 0, *, deadline: float | None = None) -> Any:
-            if len(tensor) > 3000 and tensor.dtype.itemsize == 1:  # a bucket: the metadata is shorter
+        def start_broadcast(
+            self, tensor: Any, root: int = 0, *, deadline: float | None = None
+        ) -> Any:
+            if (
+                len(tensor) > 3000 and tensor.dtype.itemsize == 1
+            ):  # a bucket: the metadata is shorter
                 if self.n_buckets == corrupt_bucket:
                     tensor = tensor.clone()
                     tensor[12345] ^= 1
@@ -203,7 +234,9 @@ class EnginePeer:
         )
         self.engine = Engine(cfg, seed=0, load_weights=settings.get("load_weights", False))
 
-    def receive(self, store: str, epoch: int, first_rank: int, world_size: int, version: int) -> Any:
+    def receive(
+        self, store: str, epoch: int, first_rank: int, world_size: int, version: int
+    ) -> Any:
         result = self.engine.receive(store, epoch, first_rank, world_size, version)
         return {"digest": result.digest, "n_bytes": result.n_bytes, "receive_s": result.receive_s}
 
@@ -215,11 +248,19 @@ class EnginePeer:
         return self.engine.probe_logprobs(token_ids)
 
     def admit(
-        self, group_id: int, token_ids: list[int], n: int = 1, seed: int = 0, greedy: bool = False, tag: str = "train"
+        self,
+        group_id: int,
+        token_ids: list[int],
+        n: int = 1,
+        seed: int = 0,
+        greedy: bool = False,
+        tag: str = "train",
     ) -> None:
         from slurm_grpo.types import Prompt
 
-        prompt = Prompt(task="test", text="", token_ids=np.array(token_ids, dtype=np.int32), target=None)
+        prompt = Prompt(
+            task="test", text="", token_ids=np.array(token_ids, dtype=np.int32), target=None
+        )
         self.engine.admit(group_id, prompt, seed, n, greedy=greedy, tag=tag)
 
     def step(self, n: int) -> list[Any]:

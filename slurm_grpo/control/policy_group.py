@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from slurm_grpo.errors import DeadlineExceeded, SlurmGrpoError, SyncError
 
@@ -40,10 +41,9 @@ def host_address() -> str:
     return "127.0.0.1"
 
 
-def make_store(host: str) -> tuple[dist.TCPStore, str]:
-    """Serve a TCPStore on a free port of this host; returns it (keep it alive) and its `host:port`.
-    """
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+def make_store(host: str) -> tuple[TCPStore, str]:
+    """Serve a TCPStore on a free port; returns it (keep it alive) and its `host:port`."""
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     return store, f"{host}:{store.port}"
 
 
@@ -74,10 +74,10 @@ class PolicyGroup:
         host, port = store_address.rsplit(":", 1)
         timeout = timedelta(seconds=timeout_s)
         try:
-            store = dist.TCPStore(
+            store = TCPStore(
                 host, int(port), is_master=False, wait_for_workers=False, timeout=timeout
             )
-            prefix = dist.PrefixStore(f"epoch{epoch}", store)
+            prefix = PrefixStore(f"epoch{epoch}", store)
             build = _build_nccl if device.type == "cuda" else _build_gloo
             self._group: Any = build(prefix, rank, world_size, timeout)
         except RuntimeError as error:
@@ -174,7 +174,7 @@ class Broadcast:
         try:
             self._work.wait()
             if self._watcher is not None:
-                # NCCL's wait only orders streams; the bytes are there, or the abort is seen, after this.
+                # NCCL's wait only orders streams: bytes or an abort are seen after this.
                 torch.cuda.current_stream(self._tensor.device).synchronize()
         except RuntimeError as error:
             raise self._group._failure("a broadcast", error, self._limit_s) from error
@@ -196,15 +196,16 @@ class Broadcast:
             return
 
 
-def _build_gloo(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+def _build_gloo(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     options._timeout = timeout
     # By address: a host name may resolve to loopback, and the group would bind there.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host_address())]
-    return dist.ProcessGroupGloo(store, rank, world_size, options)
+    options._devices = [gloo.create_device(hostname=host_address())]
+    return gloo(store, rank, world_size, options)
 
 
-def _build_nccl(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+def _build_nccl(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout

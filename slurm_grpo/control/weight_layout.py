@@ -42,8 +42,8 @@ class TensorSlot:
 
 
 class Layout:
-    """Tensors laid end to end (each on a 512-byte line) and cut into buckets of equal size; large tensors
-    span several.
+    """Tensors laid end to end (each on a 512-byte line) and cut into buckets of equal size; large
+    tensors span several.
     """
 
     def __init__(self, metadata: Metadata, bucket_bytes: int) -> None:
@@ -104,9 +104,10 @@ def decode_layout(encoded: bytes, bucket_bytes: int) -> Layout:
 def bucket_digest(bucket: Tensor) -> Tensor:
     """Σw and Σ(i+1)·w mod 2^64 over the lines w of a bucket, computed on its device; int64 [2].
 
-    A line's w is the sum of its 64 int64 words. Any change of the bytes of one line shows in Σw unless it leaves that
-    sum alone, and lines in the wrong place show in Σ(i+1)·w. Finer or narrower words would cost a CPU about as much
-    as the broadcast itself: this is one pass at the speed of memory.
+    A line's w is the sum of its 64 int64 words. Any change of the bytes of one line shows in Σw
+    unless it leaves that sum alone, and lines in the wrong place show in Σ(i+1)·w. Finer or
+    narrower words would cost a CPU about as much as the broadcast itself: this is one pass at the
+    speed of memory.
 
     `bucket` is uint8, contiguous, a multiple of 512 bytes long.
     """

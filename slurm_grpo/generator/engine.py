@@ -1,8 +1,10 @@
-"""One vLLM instance, driven in this process: admit prompts, step, collect finished groups, swap weights.
+"""One vLLM instance, driven in this process: admit prompts, step, collect finished groups, swap
+weights.
 
-Token-in, token-out: prompts arrive as token ids and nothing is tokenised again. One thread admits, steps, installs
-and probes. Weights come through the policy group only (`receive`, then `install`), so an engine starts with dummy
-weights and refuses to sample until the first version is installed. Knows nothing about rewards, files or peers.
+Token-in, token-out: prompts arrive as token ids and nothing is tokenised again. One thread admits,
+steps, installs and probes. Weights come through the policy group only (`receive`, then `install`),
+so an engine starts with dummy weights and refuses to sample until the first version is installed.
+Knows nothing about rewards, files or peers.
 """
 
 from __future__ import annotations
@@ -26,7 +28,12 @@ from slurm_grpo.types import Completion, FinishReason, Prompt
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
-_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "error": "error"}
+_FINISH_REASONS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "abort",
+    "error": "error",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,10 +78,12 @@ class _Admitted:
 
 
 class Engine:
-    """One vLLM engine with `tensor_parallel` workers; with one, the worker lives in this process."""
+    """One vLLM engine with `tensor_parallel` workers; a single worker lives in this process."""
 
     def __init__(self, cfg: Config, *, seed: int, load_weights: bool = False) -> None:
-        """`load_weights` also reads the weights of `model.path`, as version 0, for use without a trainer."""
+        """`load_weights` also reads the weights of `model.path`, as version 0, for use without a
+        trainer.
+        """
         self._cfg = cfg
         self._sampling = cfg.generator.sampling
         self._cache_dir = _prepare_environment(cfg.generator.engine.enforce_eager)
@@ -106,18 +115,24 @@ class Engine:
     ) -> None:
         """Queue `n` completions of a prompt; completion i samples with seed `sample_seed + i`.
 
-        (`tag`, `group_id`) comes back in the FinishedGroup. Raises ConfigError when prompt and completion cannot fit.
+        (`tag`, `group_id`) comes back in the FinishedGroup. Raises ConfigError when prompt and
+        completion cannot fit.
         """
         self._check_usable()
         engine, sampling = self._cfg.generator.engine, self._sampling
         if len(prompt.token_ids) + sampling.max_new_tokens > engine.max_model_len:
             raise ConfigError(
-                f"group {group_id} of {prompt.task}: a prompt of {len(prompt.token_ids)} tokens plus "
-                f"generator.sampling.max_new_tokens {sampling.max_new_tokens} exceeds generator.engine.max_model_len "
-                f"{engine.max_model_len}. Raise max_model_len or drop the prompt."
+                f"group {group_id} of {prompt.task}: a prompt of {len(prompt.token_ids)} tokens "
+                f"plus generator.sampling.max_new_tokens {sampling.max_new_tokens} exceeds "
+                f"generator.engine.max_model_len {engine.max_model_len}. Raise max_model_len or drop the prompt."
             )
         group = _Admitted(
-            group_id=group_id, tag=tag, prompt=prompt, sample_seed=sample_seed, n=n, t_submit=time.time()
+            group_id=group_id,
+            tag=tag,
+            prompt=prompt,
+            sample_seed=sample_seed,
+            n=n,
+            t_submit=time.time(),
         )
         token_ids = prompt.token_ids.tolist()
         for index in range(n):
@@ -131,7 +146,9 @@ class Engine:
             self._requests[self._add_request(token_ids, params)] = (group, index)
 
     def step(self) -> list[FinishedGroup]:
-        """Run one engine step; returns the groups that are complete. Returns at once when nothing is admitted."""
+        """Run one engine step; returns the groups that are complete. Returns at once when nothing
+        is admitted.
+        """
         if self._requests:
             self._check_usable()
             self._advance()
@@ -143,9 +160,10 @@ class Engine:
     ) -> ReceiveResult:
         """Receive a version into staging; the model is not touched.
 
-        The workers' group ranks are `first_rank`, `first_rank + 1`, ...; the group is kept while the epoch stays the
-        same. With one worker this may run in another thread than the one that steps. Call it once the sender has
-        announced the transfer. Raises SyncError or DeadlineExceeded, after which the epoch is over for this engine.
+        The workers' group ranks are `first_rank`, `first_rank + 1`, ...; the group is kept while
+        the epoch stays the same. With one worker this may run in another thread than the one that
+        steps. Call it once the sender has announced the transfer. Raises SyncError or
+        DeadlineExceeded, after which the epoch is over for this engine.
         """
         init_info = dict(
             store_address=store_address,
@@ -158,7 +176,9 @@ class Engine:
         _raise_first(replies, f"receiving version {version}")
         digests = {reply["digest"] for reply in replies}
         if len(digests) != 1:
-            raise SyncError(f"weights: the workers of this engine received different bytes: {sorted(digests)}.")
+            raise SyncError(
+                f"weights: the workers of this engine received different bytes: {sorted(digests)}."
+            )
         return ReceiveResult(
             digest=digests.pop(),
             n_bytes=replies[0]["n_bytes"],
@@ -168,8 +188,8 @@ class Engine:
     def install(self, version: int) -> InstallResult:
         """Load the staged version; running requests go on with it, their KV cache recomputed.
 
-        Raises SyncError when loading fails: the weights are then unusable, and nothing may be sampled, until a later
-        install succeeds.
+        Raises SyncError when loading fails: the weights are then unusable, and nothing may be
+        sampled, until a later install succeeds.
         """
         self.installed_version = None
         replies = self._llm.collective_rpc("install_policy", args=(version,))
@@ -180,22 +200,32 @@ class Engine:
         return InstallResult(load_s=max(reply["load_s"] for reply in replies), reset_ok=True)
 
     def reset_cache(self) -> None:
-        """Empty the prefix cache; running requests are recomputed. Raises SyncError when vLLM refuses."""
+        """Empty the prefix cache; running requests are recomputed. Raises SyncError when vLLM
+        refuses.
+        """
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
-            raise SyncError("weights: vLLM refused to reset its prefix cache; its cached blocks belong to old weights.")
+            raise SyncError(
+                "weights: vLLM refused to reset its prefix cache, whose blocks belong to old weights. "
+                "Install again."
+            )
 
     def leave_policy_group(self) -> None:
         """Abandon the policy group; the next `receive` forms another."""
         self._llm.collective_rpc("leave_policy_group")
 
     def probe_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of each token after the first, given the tokens before it; nats, at temperature 1."""
+        """Log-probability of each token after the first, given the tokens before it; nats, at
+        temperature 1.
+        """
         self._check_usable()
         params = _sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         probe = self._add_request(list(token_ids), params)
         while (output := self._advance(probe)) is None:
             pass
-        return [position[token].logprob for token, position in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)]
+        return [
+            position[token].logprob
+            for token, position in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        ]
 
     def shutdown(self) -> None:
         """End the workers and remove what the engine left on this host."""
@@ -205,7 +235,9 @@ class Engine:
 
     def _check_usable(self) -> None:
         if self.installed_version is None:
-            raise SyncError("the engine holds no usable weights: install a version before sampling.")
+            raise SyncError(
+                "the engine holds no usable weights: install a version before sampling."
+            )
 
     def _add_request(self, token_ids: list[int], params: Any) -> str:
         request_id = str(self._n_admitted)
@@ -215,7 +247,9 @@ class Engine:
         return request_id
 
     def _advance(self, probe: str | None = None) -> Any:
-        """Step once and file what finished; returns the output of the request `probe` when it is among that."""
+        """Step once and file what finished; returns the output of the request `probe` when it is
+        among that.
+        """
         probed = None
         for output in self._llm.step():
             if output.request_id == probe:
@@ -279,9 +313,11 @@ def _raise_first(replies: Sequence[dict[str, Any]], doing: str) -> None:
 
 
 def _prepare_environment(eager: bool) -> Path | None:
-    """Settings that vLLM reads from the environment when it is imported; returns the cache directory made, if any.
+    """Settings that vLLM reads from the environment when it is imported; returns the cache
+    directory made, if any.
 
-    Concurrent engines would corrupt one cache on a shared file system, so each has its own on this node.
+    Concurrent engines would corrupt one cache on a shared file system, so each has its own on this
+    node.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     defaults = {
@@ -293,11 +329,15 @@ def _prepare_environment(eager: bool) -> Path | None:
         "TOKENIZERS_PARALLELISM": "false",
     }
     if eager:
-        # vLLM compiles one sampling helper even then: twenty seconds before the first token with a fresh cache.
+        # vLLM compiles one sampling helper even then: twenty seconds before the first token.
         defaults["TORCH_COMPILE_DISABLE"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    unset = [n for n in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR") if n not in os.environ]
+    unset = [
+        n
+        for n in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+        if n not in os.environ
+    ]
     if not unset:
         return None
     directory = Path(tempfile.mkdtemp(prefix="slurm_grpo_engine_"))
@@ -307,7 +347,9 @@ def _prepare_environment(eager: bool) -> Path | None:
 
 
 def _register_model_class(model_path: str) -> None:
-    """Import the model's class here; vLLM would start an interpreter to look at it, for some ten seconds."""
+    """Import the model's class here; vLLM would start an interpreter to look at it, for some ten
+    seconds.
+    """
     from vllm import ModelRegistry
 
     config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
@@ -352,7 +394,7 @@ def _build_llm_engine(cfg: Config, seed: int, load_format: str) -> LLMEngine:
         logprobs_mode="processed_logprobs",
         generation_config="vllm",  # never sampling defaults out of the model directory
         weight_transfer_config=WeightTransferConfig(backend=weight_receiver.BACKEND),
-        worker_extension_cls=f"{weight_receiver.__name__}.{weight_receiver.PolicyWorkerExtension.__name__}",
+        worker_extension_cls=f"{weight_receiver.__name__}.PolicyWorkerExtension",
         **memory,
     )
     return LLMEngine.from_engine_args(args)

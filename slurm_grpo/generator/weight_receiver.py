@@ -1,8 +1,10 @@
-"""The engine worker's end of the policy group: receive a version into staging, and later load it into the model.
+"""The engine worker's end of the policy group: receive a version into staging, and later load it
+into the model.
 
-The two are apart because a version only counts once the sender has committed it: `receive` touches staging alone, so
-a transfer that fails leaves the model as it was. `install` runs vLLM's own weight-update lifecycle over the staged
-bytes. Importing this module registers the backend, which every worker does through `worker_extension_cls`.
+The two are apart because a version only counts once the sender has committed it: `receive` touches
+staging alone, so a transfer that fails leaves the model as it was. `install` runs vLLM's own
+weight-update lifecycle over the staged bytes. Importing this module registers the backend, which
+every worker does through `worker_extension_cls`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from slurm_grpo.control.policy_group import Broadcast, PolicyGroup
 from slurm_grpo.control.weight_layout import (
@@ -77,24 +82,37 @@ class PolicyWeightTransfer(WeightTransferEngine[PolicyInitInfo, PolicyUpdateInfo
         """Join the group of an epoch; nothing happens when already in it."""
         self._timeout_s = init_info.timeout_s
         group = self._group
-        if group and (group.store_address, group.epoch) == (init_info.store_address, init_info.epoch):
+        if group and (group.store_address, group.epoch) == (
+            init_info.store_address,
+            init_info.epoch,
+        ):
             return
         self.shutdown()
         rank = init_info.first_rank + self.parallel_config.rank
         self._group = PolicyGroup(
-            init_info.store_address, init_info.epoch, rank, init_info.world_size, self.device, init_info.timeout_s
+            init_info.store_address,
+            init_info.epoch,
+            rank,
+            init_info.world_size,
+            self.device,
+            init_info.timeout_s,
         )
 
     def receive(self, version: int) -> dict[str, Any]:
-        """Take part in one transfer, into staging; the model is not touched. Raises SyncError, DeadlineExceeded.
+        """Take part in one transfer, into staging; the model is not touched. Raises SyncError,
+        DeadlineExceeded.
 
-        After a failure the group and the staging buffer are given up, since an operation may still write there.
+        After a failure the group and the staging buffer are given up, since an operation may still
+        write there.
         """
         started = time.monotonic()
         self._staged_version = None
         group = self._group
         if group is None:
-            raise SyncError(f"weights: version {version} cannot be received outside a policy group; join one first.")
+            raise SyncError(
+                f"weights: version {version} cannot be received outside a policy group; "
+                "join one first."
+            )
         try:
             digests = self._receive_stream(group, version, started + self._timeout_s)
         except SlurmGrpoError:
@@ -113,7 +131,9 @@ class PolicyWeightTransfer(WeightTransferEngine[PolicyInitInfo, PolicyUpdateInfo
         layout = self._receive_layout(group, version, deadline)
         staging = self._staging
         if staging is None or len(staging) < layout.n_bytes:
-            staging = self._staging = torch.empty(layout.n_bytes, dtype=torch.uint8, device=self.device)
+            staging = self._staging = torch.empty(
+                layout.n_bytes, dtype=torch.uint8, device=self.device
+            )
         in_flight: list[tuple[Broadcast, Tensor]] = []
         digests: list[Tensor] = []
 
@@ -134,9 +154,10 @@ class PolicyWeightTransfer(WeightTransferEngine[PolicyInitInfo, PolicyUpdateInfo
         sent = torch.empty_like(received)
         group.broadcast(sent, deadline=deadline)
         if wrong := mismatches(layout, sent, received):
+            more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
             raise SyncError(
-                f"weights: version {version} arrived damaged at {group}: digests differ in {'; '.join(wrong[:4])}"
-                f"{f' and {len(wrong) - 4} more' if len(wrong) > 4 else ''}. The model keeps its weights; send again."
+                f"weights: version {version} arrived damaged at {group}: digests differ in "
+                f"{'; '.join(wrong[:4])}{more}. The model keeps its weights; send again."
             )
         return received
 
@@ -147,9 +168,15 @@ class PolicyWeightTransfer(WeightTransferEngine[PolicyInitInfo, PolicyUpdateInfo
         encoded = torch.empty(n_metadata_bytes, dtype=torch.uint8, device=self.device)
         group.broadcast(encoded, deadline=deadline)
         if sent_version != version:
-            raise SyncError(f"weights: {group} was told to expect version {version}, but {sent_version} was sent.")
+            raise SyncError(
+                f"weights: {group} was told to expect version {version}, "
+                f"but {sent_version} was sent."
+            )
         metadata = encoded.cpu().numpy().tobytes()
-        if self._layout is None or (self._layout.encoded, self._layout.bucket_bytes) != (metadata, bucket_bytes):
+        if self._layout is None or (self._layout.encoded, self._layout.bucket_bytes) != (
+            metadata,
+            bucket_bytes,
+        ):
             self._layout = decode_layout(metadata, bucket_bytes)
         return self._layout
 
@@ -158,24 +185,34 @@ class PolicyWeightTransfer(WeightTransferEngine[PolicyInitInfo, PolicyUpdateInfo
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the staged version. The base class's method would synchronise an accelerator, which a CPU lacks."""
+        """Load the staged version. The base class's method would synchronise an accelerator, which
+        a CPU lacks.
+        """
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def receive_weights(self, update_info: PolicyUpdateInfo) -> None:
-        """Load the staged version into the model; on any failure leave the layers ready for another try."""
+        """Load the staged version into the model; on any failure leave the layers ready for another
+        try.
+        """
         try:
-            if self._staged_version != update_info.version or self._layout is None or self._staging is None:
+            if (
+                self._staged_version != update_info.version
+                or self._layout is None
+                or self._staging is None
+            ):
                 raise SyncError(
-                    f"weights: version {update_info.version} was to be installed, but staging holds "
+                    f"weights: version {update_info.version} is not in staging, which holds "
                     f"{self._staged_version}. Receive it first."
                 )
             loaded = self.model.load_weights(iter(self._layout.views(self._staging)))
             if missing := self._parameters - set(loaded):
-                raise SyncError(f"weights: the transfer lacks {len(missing)} parameters, first {min(missing)}.")
+                raise SyncError(
+                    f"weights: the transfer lacks {len(missing)} parameters, first {min(missing)}."
+                )
         except BaseException:
-            self._finalize()  # else the layers stay on the meta device and no later update can succeed
+            self._finalize()  # else the layers stay on the meta device and no retry can succeed
             raise
 
     def finish_weight_update(self) -> None:
@@ -183,10 +220,12 @@ class PolicyWeightTransfer(WeightTransferEngine[PolicyInitInfo, PolicyUpdateInfo
         self._finalize()
 
     def _finalize(self) -> None:
-        with _errors_only("vllm.model_executor.model_loader.reload.layerwise"):  # it warns about every tied head
+        with _errors_only(
+            "vllm.model_executor.model_loader.reload.layerwise"
+        ):  # it warns about every tied head
             finalize_layerwise_reload(self.model, self.model_config)
         for module in self.model.modules():
-            # On CPUs an output head tied to the embeddings keeps its prepacked copy of the old weights otherwise.
+            # On CPUs an output head tied to the embeddings would keep its old prepacked weights.
             if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
                 module.quant_method.process_weights_after_loading(module)
 
@@ -200,8 +239,8 @@ class PolicyWeightTransfer(WeightTransferEngine[PolicyInitInfo, PolicyUpdateInfo
 class PolicyWorkerExtension:
     """Methods that vLLM adds to every worker, called by `Engine` through `collective_rpc`.
 
-    They return errors rather than raise them, because an exception loses its class on the way from a tensor-parallel
-    worker's process.
+    They return errors rather than raise them, because an exception loses its class on the way from
+    a tensor-parallel worker's process.
     """
 
     weight_transfer_engine: PolicyWeightTransfer
@@ -224,7 +263,14 @@ class PolicyWorkerExtension:
             worker.start_weight_update()
             worker.update_weights({"version": version})
             worker.finish_weight_update()
-        except (RuntimeError, ValueError, KeyError, AttributeError, AssertionError, SlurmGrpoError) as error:
+        except (
+            RuntimeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            AssertionError,
+            SlurmGrpoError,
+        ) as error:
             return {"error": f"{type(error).__name__}: {error}", "deadline": False}
         return {"load_s": time.monotonic() - started}
 

@@ -1,7 +1,8 @@
 """Sends the policy's weights from trainer rank 0 to every engine worker over the policy group.
 
-Gathered layers arrive one by one, are packed into two buckets in turn, and each bucket is broadcast while the next is
-filled; a full copy of the model never exists here. Knows nothing about models: it takes tensors and their metadata.
+Gathered layers arrive one by one, are packed into two buckets in turn, and each bucket is broadcast
+while the next is filled; a full copy of the model never exists here. Knows nothing about models: it
+takes tensors and their metadata.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from slurm_grpo.errors import SlurmGrpoError, SyncError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendResult:
-    """One complete transfer, as the sender saw it. It counts once every receiver has acknowledged the digest."""
+    """One complete transfer, as the sender saw it. It counts once every receiver has acknowledged
+    the digest.
+    """
 
     digest: str
     """Hexadecimal, over all buckets; equal on both sides."""
@@ -41,18 +44,25 @@ class WeightSender:
         self._buffers: list[Tensor] = []
 
     def send(
-        self, group: PolicyGroup, layers: Iterable[list[tuple[str, Tensor]]], metadata: Metadata, version: int
+        self,
+        group: PolicyGroup,
+        layers: Iterable[list[tuple[str, Tensor]]],
+        metadata: Metadata,
+        version: int,
     ) -> SendResult:
-        """Broadcast one version. `layers` yields full tensors in the order, dtypes and shapes of `metadata`.
+        """Broadcast one version. `layers` yields full tensors in the order, dtypes and shapes of
+        `metadata`.
 
-        Tensors may be sent without a copy: leave them unchanged until this returns. Every receiver must already be
-        at the door of the same epoch. When a broadcast fails, `layers` is still
-        exhausted (the other trainer ranks gather in lockstep), the group is abandoned, and SyncError or
-        DeadlineExceeded is raised.
+        Tensors may be sent without a copy: leave them unchanged until this returns. Every receiver
+        must already be at the door of the same epoch. When a broadcast fails, `layers` is still
+        exhausted (the other trainer ranks gather in lockstep), the group is abandoned, and
+        SyncError or DeadlineExceeded is raised.
         """
         started = time.monotonic()
         layout = self._layout_of(metadata)
-        stream = _Stream(group, layout, self._take_buffers(group.device), started + self._cfg.transfer_timeout_s)
+        stream = _Stream(
+            group, layout, self._take_buffers(group.device), started + self._cfg.transfer_timeout_s
+        )
         gather_s = 0.0
         remaining = iter(layers)
         done = False
@@ -100,7 +110,9 @@ class WeightSender:
 class _Stream:
     """Writes tensors into buckets and broadcasts every bucket as it fills."""
 
-    def __init__(self, group: PolicyGroup, layout: Layout, buffers: list[Tensor], deadline: float) -> None:
+    def __init__(
+        self, group: PolicyGroup, layout: Layout, buffers: list[Tensor], deadline: float
+    ) -> None:
         self.buffers = buffers
         self._group = group
         self._layout = layout
@@ -118,25 +130,32 @@ class _Stream:
 
     def write(self, name: str, tensor: Tensor) -> None:
         if self._n_written == len(self._layout.slots):
-            raise SyncError(f"weights: {name} comes after the last of {self._n_written} announced tensors.")
+            raise SyncError(
+                f"weights: {name} comes after the last of {self._n_written} announced tensors."
+            )
         slot = self._layout.slots[self._n_written]
         if (name, tensor.dtype, tuple(tensor.shape)) != (slot.name, slot.dtype, slot.shape):
             raise SyncError(
-                f"weights: tensor {self._n_written} is {name} {tensor.dtype} {tuple(tensor.shape)}, but "
-                f"{slot.name} {slot.dtype} {slot.shape} was announced. Gather in the order of the metadata."
+                f"weights: tensor {self._n_written} is {name} {tensor.dtype} "
+                f"{tuple(tensor.shape)}, but {slot.name} {slot.dtype} {slot.shape} was announced. "
+                "Gather in the order of the metadata."
             )
         self._n_written += 1
         self._append(tensor.detach().to(self._group.device).contiguous().view(-1).view(torch.uint8))
         end = self._layout.n_bytes
         if self._n_written < len(self._layout.slots):
             end = self._layout.slots[self._n_written].offset
-        self._append(torch.zeros(end - self._position, dtype=torch.uint8, device=self._group.device))
+        self._append(
+            torch.zeros(end - self._position, dtype=torch.uint8, device=self._group.device)
+        )
 
     def close(self) -> Tensor:
         """Send the digests; returns them once everything has been sent."""
         if self._n_written != len(self._layout.slots):
             missing = [s.name for s in self._layout.slots[self._n_written :]]
-            raise SyncError(f"weights: {len(missing)} announced tensors were not gathered, first {missing[0]}.")
+            raise SyncError(
+                f"weights: {len(missing)} announced tensors were not gathered, first {missing[0]}."
+            )
         for broadcast in self._in_flight:
             broadcast.wait()
         digests = torch.stack(self._digests)

@@ -1,0 +1,202 @@
+"""One JSON line: what a weight update costs, against the raw broadcast of the same bytes over the
+same group.
+
+python tests/bench/bench_weight_sync.py MODEL_DIR [--repeats 9] [--bucket-mib N]
+
+The sender is this process, the receiver a real engine in another. Each repeat does a raw broadcast
+(in one piece and in buckets; the faster counts), a transfer into staging, and an installation with
+requests running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slurm_grpo.config import (
+    Config,
+    EngineConfig,
+    GeneratorConfig,
+    ModelConfig,
+    SamplingConfig,
+    WeightSyncConfig,
+)
+from slurm_grpo.control.policy_group import PolicyGroup, host_address, make_store
+from slurm_grpo.trainer.weight_sender import WeightSender
+
+N_RUNNING = 64
+
+
+def broadcast_raw(group: PolicyGroup, data: torch.Tensor, piece_bytes: int) -> None:
+    """Nothing but the bytes, two pieces in flight."""
+    in_flight = []
+    for piece in data.split(piece_bytes):
+        in_flight.append(group.start_broadcast(piece))
+        if len(in_flight) == 2:
+            in_flight.pop(0).wait()
+    for broadcast in in_flight:
+        broadcast.wait()
+
+
+def serve_engine(pipe: Connection, cfg: Config, store_address: str, seed: int) -> None:
+    """The receiving process: answers `raw`, `receive` and `install`, each with the Unix time it was
+    done.
+    """
+    import numpy as np
+
+    from slurm_grpo.generator.engine import Engine
+    from slurm_grpo.types import Prompt
+
+    engine = Engine(cfg, seed=seed)
+    prompt = Prompt(
+        task="bench", text="", token_ids=np.arange(1000, 1075, dtype=np.int32), target=None
+    )
+    raw: torch.Tensor | None = None
+    pipe.send("ready")
+    for request, argument in iter(pipe.recv, None):
+        if request == "receive":
+            pipe.send(("posted", time.time()))
+            result = engine.receive(store_address, 1, 1, 2, argument)
+            pipe.send((result.digest, time.time()))
+        elif request == "raw":
+            n_bytes, piece_bytes = argument
+            raw = torch.zeros(n_bytes, dtype=torch.uint8) if raw is None else raw
+            pipe.send(("posted", time.time()))
+            engine._llm.collective_rpc(
+                lambda worker, data=raw, piece=piece_bytes: broadcast_raw(
+                    worker.weight_transfer_engine._group, data, piece
+                )
+            )
+            pipe.send(("", time.time()))
+        else:
+            if argument > 0:
+                for i in range(N_RUNNING):
+                    engine.admit(i, prompt, i, 1)
+                for _ in range(8):
+                    engine.step()
+            started = time.time()
+            result_install = engine.install(argument)
+            pipe.send((result_install.load_s, time.time() - started))
+            while engine.n_unfinished:
+                engine.step()
+    engine.shutdown()
+    pipe.send("ended")
+    os._exit(0)
+
+
+def measure(model: Path, repeats: int, bucket_mib: int) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    cfg = Config(
+        model=ModelConfig(path=str(model)),
+        generator=GeneratorConfig(
+            engine=EngineConfig(kv_cache_gib=0.25), sampling=SamplingConfig(max_new_tokens=24)
+        ),
+        weight_sync=WeightSyncConfig(bucket_mib=bucket_mib),
+    )
+    store, address = make_store(host_address())
+    context = multiprocessing.get_context("spawn")
+    pipe, other_end = context.Pipe()
+    engine = context.Process(target=serve_engine, args=(other_end, cfg, address, 0), daemon=True)
+    engine.start()
+    weights = {
+        name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()
+    }
+    metadata = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
+    n_bytes = sum(tensor.nbytes for tensor in weights.values())
+    raw = torch.ones(n_bytes, dtype=torch.uint8)
+    sender = WeightSender(cfg.weight_sync)
+    pipe.recv()
+
+    group: PolicyGroup | None = None
+    times: dict[str, list[float]] = {
+        "transfer": [],
+        "raw_whole": [],
+        "raw_buckets": [],
+        "load": [],
+        "pause": [],
+    }
+
+    def layers() -> Iterator[list[tuple[str, torch.Tensor]]]:
+        for item in weights.items():
+            yield [item]
+
+    for version in range(repeats + 1):
+        pipe.send(("receive", version))
+        pipe.recv()
+        if group is None:
+            group = PolicyGroup(address, 1, 0, 2, torch.device("cpu"), 60)
+        time.sleep(0.02)  # until the receiver has posted its first operation
+        started = time.time()
+        sent = sender.send(group, layers(), metadata, version)
+        digest, ended = pipe.recv()
+        assert digest == sent.digest
+        times["transfer"].append(ended - started)
+        for name, piece_bytes in (("raw_whole", n_bytes), ("raw_buckets", bucket_mib << 20)):
+            pipe.send(("raw", (n_bytes, piece_bytes)))
+            pipe.recv()
+            time.sleep(0.02)
+            started = time.time()
+            broadcast_raw(group, raw, piece_bytes)
+            times[name].append(pipe.recv()[1] - started)
+        pipe.send(("install", version))
+        load_s, pause_s = pipe.recv()
+        times["load"].append(load_s)
+        times["pause"].append(pause_s)
+    pipe.send(None)
+    pipe.recv()
+    engine.join()
+    del store
+    median = {
+        name: statistics.median(values[1:]) for name, values in times.items()
+    }  # the first one forms and allocates
+    raw_s = min(median["raw_whole"], median["raw_buckets"])
+    return {
+        "n_bytes": n_bytes,
+        "bucket_mib": bucket_mib,
+        "transfer_s": median["transfer"],
+        "raw_s": raw_s,
+        "share_of_raw_bandwidth": raw_s / median["transfer"],
+        "raw_whole_s": median["raw_whole"],
+        "raw_buckets_s": median["raw_buckets"],
+        "load_s": median["load"],
+        "pause_s": median["pause"],
+        "n_running": N_RUNNING,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--bucket-mib", type=int, default=WeightSyncConfig().bucket_mib)
+    arguments = parser.parse_args()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    line = {
+        "bench": "weight_sync",
+        "commit": commit,
+        "model": arguments.model.name,
+        **measure(arguments.model, arguments.repeats, arguments.bucket_mib),
+        "n_cores": os.cpu_count(),
+        "cpu": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+    }
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()
