@@ -35,6 +35,15 @@ PROBE_TOKENS = 64
 """Length of the prompt whose log-probabilities show that installed weights work."""
 
 
+Order = tuple[int, int]
+"""A group to generate: its id, and how often its shard was lost before."""
+
+
+def orders(view: dict[str, Any]) -> set[Order]:
+    """What the view asks this engine to generate."""
+    return {(g, view["again"].get(str(g), 0)) for g in view["groups"]}
+
+
 @dataclass(kw_only=True, slots=True)
 class _EvalChunk:
     """Held-out prompts up to `stop` that this engine evaluates, and what is finished of them."""
@@ -60,7 +69,7 @@ class GeneratorLoop:
         )
         self._held_out = self._source.eval_prompts(cfg.evaluation.n_prompts)
         self._probe = self._render(self._source.train_prompt(0)).token_ids[:PROBE_TOKENS].tolist()
-        self._admitted: set[int] = set()
+        self._admitted: set[Order] = set()
         """Groups taken over; kept until they vanish from the view, which is when their shard was
         announced."""
         self._evals: dict[tuple[str, int], _EvalChunk] = {}
@@ -89,19 +98,18 @@ class GeneratorLoop:
         self._engine.shutdown()
 
     def _has_work(self, view: dict[str, Any]) -> bool | None:
-        new_groups = set(view["groups"]) - self._admitted
+        new_groups = orders(view) - self._admitted
         new_evals = {(e["eval_id"], e["start"]) for e in view["evals"]} - self._evals.keys()
         return bool(view["door"] or new_groups or new_evals) or None
 
     def _admit(self, view: dict[str, Any]) -> None:
-        wanted = set(view["groups"])
-        self._admitted &= wanted
+        wanted = orders(view)
         algorithm = self._cfg.algorithm
-        for group_id in sorted(wanted - self._admitted):
+        for group_id, _ in sorted(wanted - self._admitted):
             prompt = self._render(self._source.train_prompt(group_id))
             seed = sample_seed(self._cfg.run.seed, group_id, algorithm.group_size)
             self._engine.admit(group_id, prompt, seed, algorithm.group_size)
-            self._admitted.add(group_id)
+        self._admitted = wanted
         chunks = {(e["eval_id"], e["start"]): e["stop"] for e in view["evals"]}
         self._evals = {key: found for key, found in self._evals.items() if key in chunks}
         for eval_id, start in sorted(chunks.keys() - self._evals.keys()):

@@ -94,9 +94,8 @@ class TrainerLoop:
     def run(self) -> None:
         """Until the last step, a boundary stop, or an error."""
         self._progress("first weights")
-        self._policy.send(self._start)
-        if self._start == 0:
-            self._evaluate(0)
+        self._send(self._start)
+        self._evaluate(self._start)
         for step in range(self._start + 1, self._cfg.run.steps + 1):
             started = time.monotonic()
             plan = self._pick(step)
@@ -108,7 +107,7 @@ class TrainerLoop:
             groups = self._read(plan)
             read = time.monotonic() - started - waited
             stats = self._learn(groups)
-            stats |= self._policy.send(step)
+            stats |= self._send(step)
             stats |= {
                 "trainer/wait_for_groups_s": waited,
                 "trainer/read_s": read,
@@ -120,8 +119,6 @@ class TrainerLoop:
 
     def _end(self) -> None:
         steps = self._cfg.run.steps
-        if self._start < steps or steps == 0:
-            self._evaluate(steps)
         if self._crew.leads:
             self._policy.check_probe()
         self._save(steps)
@@ -198,9 +195,7 @@ class TrainerLoop:
         every = self._cfg.trainer.checkpoint.every_steps
         if every and step % every == 0 and step < self._cfg.run.steps:
             self._save(step)
-        every = self._cfg.evaluation.every_steps
-        if every and step % every == 0 and step < self._cfg.run.steps:
-            self._evaluate(step)
+        self._evaluate(step)
 
     def _save(self, step: int) -> None:
         if step <= self._saved:
@@ -211,18 +206,32 @@ class TrainerLoop:
         if self._crew.leads:
             prune(self._context.run, self._cfg.trainer.checkpoint.keep)
 
+    def _evaluation_due(self, step: int) -> bool:
+        """Before the first step, after the last, and as often as `evaluation.every_steps` says."""
+        every = self._cfg.evaluation.every_steps
+        at_an_end = step in (0, self._cfg.run.steps)
+        return bool(self._held_out) and (at_an_end or bool(every and step % every == 0))
+
+    def _send(self, version: int) -> dict[str, float]:
+        """Hand the weights over; an evaluation is asked for first, so engines begin with it."""
+        if self._evaluation_due(version) and self._crew.leads:
+            self._client.send(
+                "evaluate", eval_id=f"step-{version}", version=version, n=len(self._held_out)
+            )
+        return self._policy.send(version)
+
     def _evaluate(self, step: int) -> None:
-        """Greedy evaluation of the version that the engines hold now."""
-        n = len(self._held_out)
-        if not n:
+        """Wait for the greedy evaluation of the version that the engines hold now, and log it."""
+        if not self._evaluation_due(step):
             return
         self._progress("evaluating")
-        eval_id = f"step-{step}"
-        if self._crew.leads:
-            self._client.send("evaluate", eval_id=eval_id, version=step, n=n)
         deadline = time.monotonic() + self._cfg.trainer.wait_for_groups_s
-        while (result := self._crew.share(lambda: self._eval_result(eval_id, deadline))) is None:
-            pass
+        while True:
+            what, result = self._crew.share(lambda: self._poll_evaluation(step, deadline))
+            if what == "resync":
+                self._policy.send(step)
+            elif what == "result":
+                break
         n = result["n"]
         row = {
             "eval/held_out/accuracy": result["n_correct"] / n,
@@ -234,14 +243,17 @@ class TrainerLoop:
         self._write(step, row)
         self._progress("training", **row)
 
-    def _eval_result(self, eval_id: str, deadline: float) -> dict[str, Any] | None:
-        what = f"the evaluation {eval_id}"
-        result = self._client.wait_for(
-            lambda view: view["evals"].get(eval_id), POLL_S, what, missing_ok=True
-        )
-        if result is None and time.monotonic() > deadline:
-            self._client.wait_for(lambda view: view["evals"].get(eval_id), 0.0, what)  # raises
-        return result
+    def _poll_evaluation(self, step: int, deadline: float) -> tuple[str, Any]:
+        what = f"the evaluation of version {step}"
+
+        def outcome(view: dict[str, Any]) -> tuple[str, Any] | None:
+            if result := view["evals"].get(f"step-{step}"):
+                return "result", result
+            return ("resync", None) if view["unsynced"] else None
+
+        if time.monotonic() > deadline:
+            return self._client.wait_for(outcome, 0.0, what)
+        return self._client.wait_for(outcome, POLL_S, what, missing_ok=True) or ("idle", None)
 
     def _write(self, step: int, row: dict[str, float]) -> None:
         if self._metrics is not None:
@@ -263,7 +275,7 @@ class TrainerLoop:
 
 
 def _group_timeout_s(cfg: Config) -> float:
-    """The longest that ranks wait for rank 0: engines on their way to the door, perhaps restarted."""
+    """The longest that ranks wait for rank 0: engines coming to the door, perhaps restarted."""
     return cfg.cluster.start_timeout_s + cfg.weight_sync.door_timeout_s + 60.0
 
 
