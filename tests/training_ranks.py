@@ -61,7 +61,7 @@ def train(model_dir: Path, run: RunDir, rank: int, n_ranks: int) -> dict[str, An
         "weights": copy_weights(learner),
         "exported": exported,
         "n_packs": len(pack_groups(mine, BUDGET)),
-        "n_microbatches": plan[0],
+        "n_microbatches": plan[0].learning,
         "non_finite": fails_on_a_bad_loss(learner, rank),
     }
 

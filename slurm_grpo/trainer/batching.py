@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +70,42 @@ def assign_to_ranks(n_tokens: Sequence[int], n_ranks: int) -> list[range]:
     cuts = [int(np.searchsorted(middles, total * rank / n_ranks)) for rank in range(n_ranks + 1)]
     cuts[-1] = len(n_tokens)
     return [range(a, b) for a, b in pairwise(cuts)]
+
+
+class PackCounts(NamedTuple):
+    """Micro-batches that every rank runs in a step, short ones with packs of weight zero."""
+
+    learning: int
+    quiet: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPacks:
+    """One rank's packs of a step."""
+
+    learning: list[list[Group]]
+    quiet: list[list[Group]]
+    """Groups whose advantages are all zero: no gradient comes from them."""
+
+    @classmethod
+    def build(cls, groups: Sequence[Group], tokens_per_microbatch: int) -> StepPacks:
+        """Packs of the groups with a signal, and of those without; see `pack_groups`."""
+        learning: list[Group] = []
+        quiet: list[Group] = []
+        for group in groups:
+            signal = any(episode.advantage for episode in trained_episodes(group))
+            (learning if signal else quiet).append(group)
+        return cls(
+            learning=pack_groups(learning, tokens_per_microbatch),
+            quiet=pack_groups(quiet, tokens_per_microbatch),
+        )
+
+
+def padded(packs: Sequence[list[Group]], n_microbatches: int) -> list[list[Group]]:
+    """The packs, and empty ones up to the number that all ranks agreed on."""
+    if len(packs) > n_microbatches:
+        raise ValueError(f"{len(packs)} packs, but {n_microbatches} micro-batches were planned")
+    return [*packs, *([] for _ in range(n_microbatches - len(packs)))]
 
 
 def pack_groups(groups: Sequence[Group], tokens_per_microbatch: int) -> list[list[Group]]:

@@ -30,30 +30,22 @@ ChunkLoss: TypeAlias = Callable[[Tensor, Tensor, int, int], Tensor]
 
 
 class LossHead(Linear):
-    """torchtitan's output layer, asked for a loss or for log-probabilities instead of logits."""
+    """torchtitan's output layer, asked for a loss instead of logits."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         pass
 
     def forward(
-        self, hidden_ND: Tensor, targets_N: Tensor, temperature: float, chunk_loss: ChunkLoss | None
+        self, hidden_ND: Tensor, targets_N: Tensor, temperature: float, chunk_loss: ChunkLoss
     ) -> Tensor:
-        """The summed loss (scalar), or without `chunk_loss` the targets' log-probabilities [N]."""
-        if chunk_loss is not None:
-            apply: Callable[..., Tensor] = _HeadLoss.apply
-            return apply(hidden_ND, self.weight, targets_N, temperature, chunk_loss)
-        parts = [
-            _log_probs(hidden_ND[a:b], self.weight, targets_N[a:b], temperature)[0]
-            for a, b in _chunks(len(targets_N), self.weight.shape[0])
-        ]
-        return torch.cat(parts)
+        """The summed loss, a scalar. Without gradients, `chunk_loss` is only called."""
+        apply: Callable[..., Tensor] = _HeadLoss.apply
+        return apply(hidden_ND, self.weight, targets_N, temperature, chunk_loss)
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Computes the gradients while a chunk's probabilities are at hand, so that nothing is computed
-    twice.
-    """
+    """Takes the gradients while a chunk's probabilities are at hand: nothing is computed twice."""
 
     @staticmethod
     def forward(
@@ -64,33 +56,40 @@ class _HeadLoss(torch.autograd.Function):
         temperature: float,
         chunk_loss: ChunkLoss,
     ) -> Tensor:
-        chunks = _chunks(len(targets_N), weight_VD.shape[0])
-        hidden_grad_ND = torch.empty_like(hidden_ND)
-        # One chunk needs no accumulation; several are added up in float32.
-        weight_grad_VD: Tensor | None = None
+        learns = ctx.needs_input_grad[0]
         total = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
+        hidden_grads: list[Tensor] = []
+        weight_grad_VD: Tensor | None = None
+        chunks = _chunks(len(targets_N), weight_VD.shape[0])
         for start, stop in chunks:
             hidden_CD, targets_C = hidden_ND[start:stop], targets_N[start:stop]
-            logprobs_C, logprobs_CV = _log_probs(hidden_CD, weight_VD, targets_C, temperature)
+            logits_CV = hidden_CD.mm(weight_VD.t()).float()
+            if temperature != 1.0:
+                logits_CV /= temperature
+            logprobs_CV = logits_CV.log_softmax(-1)
+            del logits_CV
             probs_CV = logprobs_CV.exp()
-            entropy_C = -torch.linalg.vecdot(probs_CV, logprobs_CV)
+            entropy_C = -torch.bmm(probs_CV[:, None, :], logprobs_CV[:, :, None]).flatten()
+            logprobs_C = logprobs_CV.gather(1, targets_C[:, None]).squeeze(1)
+            del logprobs_CV
             with torch.enable_grad():
-                leaf_C = logprobs_C.detach().requires_grad_()
+                leaf_C = logprobs_C.requires_grad_(learns)
                 loss = chunk_loss(leaf_C, entropy_C, start, stop)
-                (grad_C,) = torch.autograd.grad(loss, leaf_C)
             total += loss.detach()
-            grad_C = grad_C / temperature
-            logits_grad_CV = probs_CV.mul_(-grad_C[:, None])
-            logits_grad_CV.scatter_add_(1, targets_C[:, None], grad_C[:, None])
+            if not learns:
+                continue
+            (grad_C,) = torch.autograd.grad(loss, leaf_C)
+            logits_grad_CV = _logits_grad(probs_CV, targets_C, grad_C / temperature)
             logits_grad_CV = logits_grad_CV.to(weight_VD.dtype)
-            torch.mm(logits_grad_CV, weight_VD, out=hidden_grad_ND[start:stop])
+            hidden_grads.append(logits_grad_CV.mm(weight_VD))
             part_VD = logits_grad_CV.t().mm(hidden_CD)
             if weight_grad_VD is None:
+                # Several chunks are added up in float32.
                 weight_grad_VD = part_VD if len(chunks) == 1 else part_VD.float()
             else:
                 weight_grad_VD += part_VD
-        assert weight_grad_VD is not None
-        ctx.save_for_backward(hidden_grad_ND, weight_grad_VD.to(weight_VD.dtype))
+        if weight_grad_VD is not None:
+            ctx.save_for_backward(torch.cat(hidden_grads), weight_grad_VD.to(weight_VD.dtype))
         return total.float()
 
     @staticmethod
@@ -100,17 +99,10 @@ class _HeadLoss(torch.autograd.Function):
         return hidden_grad_ND * scale, weight_grad_VD * scale, None, None, None
 
 
-def _log_probs(
-    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets [C] and of everything [C, V], float32, at the sampling
-    temperature.
-    """
-    logits_CV = hidden_CD.mm(weight_VD.t()).float()
-    if temperature != 1.0:
-        logits_CV = logits_CV.div_(temperature)
-    logprobs_CV = logits_CV.sub_(logits_CV.logsumexp(-1, keepdim=True))
-    return logprobs_CV.gather(1, targets_C[:, None]).squeeze(1), logprobs_CV
+def _logits_grad(probs_CV: Tensor, targets_C: Tensor, grad_C: Tensor) -> Tensor:
+    """Gradient of the chosen log-probabilities, weighted by `grad_C`; overwrites `probs_CV`."""
+    grad_CV = probs_CV.mul_(-grad_C[:, None])
+    return grad_CV.scatter_add_(1, targets_C[:, None], grad_C[:, None])
 
 
 def _chunks(n: int, vocab_size: int) -> list[tuple[int, int]]:

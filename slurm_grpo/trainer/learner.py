@@ -24,10 +24,11 @@ from slurm_grpo.errors import ConfigError, NonFiniteError
 from slurm_grpo.trainer import titan
 from slurm_grpo.trainer.attention import build_pack_mask
 from slurm_grpo.trainer.batching import (
-    MicroBatch,
+    PackCounts,
+    StepPacks,
     build_microbatch,
     count_trained_tokens,
-    pack_groups,
+    padded,
 )
 from slurm_grpo.trainer.model import build_adapter, build_model, reshard
 from slurm_grpo.types import Group
@@ -86,22 +87,20 @@ class Learner:
         for state in self.optimizer.state.values():
             state["step"].fill_(float(step))
 
-    def plan(self, groups: Sequence[Group]) -> tuple[int, int]:
-        """(micro-batches every rank must run, trained tokens of all ranks) for a step on each
-        rank's `groups`.
-        """
-        n_packs = len(pack_groups(groups, self.cfg.trainer.tokens_per_microbatch))
-        most = torch.tensor(max(1, n_packs), device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
+    def plan(self, groups: Sequence[Group]) -> tuple[PackCounts, int]:
+        """What all ranks agree on for a step on their `groups`: micro-batches, trained tokens."""
+        packs = StepPacks.build(groups, self.cfg.trainer.tokens_per_microbatch)
+        # Every step ends with a backward pass: it also drops the gathered weights.
+        counts = torch.tensor([max(1, len(packs.learning)), len(packs.quiet)], device=self.device)
+        dist.all_reduce(counts, dist.ReduceOp.MAX)
         total = torch.tensor(count_trained_tokens(groups), device=self.device)
         dist.all_reduce(total)
-        return int(most), int(total)
+        return PackCounts(*counts.tolist()), int(total)
 
     def train_step(
-        self, groups: Sequence[Group], n_microbatches: int, n_trained_tokens: int
+        self, groups: Sequence[Group], n_microbatches: PackCounts, n_trained_tokens: int
     ) -> dict[str, float]:
-        """Take one step on this rank's groups and return its metrics, equal on all ranks but for
-        the times.
+        """Take one step on this rank's groups; returns metrics, equal on all ranks but the times.
 
         `n_microbatches` and `n_trained_tokens` are those of `plan`. Raises `NonFiniteError` on
         every rank, before any weight changes, when the loss or the gradient is not finite.
@@ -112,35 +111,34 @@ class Learner:
         metrics |= self.apply_gradients(metrics["trainer/loss"])
         return metrics | {
             "trainer/n_trained_tokens": float(n_trained_tokens),
-            "trainer/n_microbatches": float(n_microbatches),
+            "trainer/n_microbatches": float(sum(n_microbatches)),
             "trainer/forward_backward_s": computed - started,
             "trainer/optimizer_s": time.perf_counter() - computed,
         }
 
     def compute_gradients(
-        self, groups: Sequence[Group], n_microbatches: int, n_trained_tokens: int
+        self, groups: Sequence[Group], n_microbatches: PackCounts, n_trained_tokens: int
     ) -> dict[str, float]:
-        """Add the step's gradient to the parameters' `.grad`; returns the loss and its statistics
-        over all ranks.
+        """Add the step's gradient to the parameters' `.grad`; returns loss and statistics, global.
+
+        Groups without a signal (all advantages zero) contribute nothing to the gradient, so they
+        are only forwarded, for the statistics.
         """
-        packs = pack_groups(groups, self.cfg.trainer.tokens_per_microbatch)
-        if len(packs) > n_microbatches:
-            raise ValueError(f"{len(packs)} packs, but {n_microbatches} micro-batches were planned")
+        packs = StepPacks.build(groups, self.cfg.trainer.tokens_per_microbatch)
         stats = LossStats(self.device)
-        for index in range(n_microbatches):
-            pack = packs[index] if index < len(packs) else []
-            batch = build_microbatch(pack, self.device, self._pad_to)
-            # Without trained tokens anywhere every weight is zero; the gradient is then zero, not
-            # 0/0.
-            self._forward_backward(batch, max(1, n_trained_tokens), stats)
+        # Without trained tokens anywhere every weight is zero: the gradient is zero then, not 0/0.
+        n_trained_tokens = max(1, n_trained_tokens)
+        with torch.no_grad():
+            for pack in padded(packs.quiet, n_microbatches.quiet):
+                self._forward(pack, n_trained_tokens, stats)
+        for pack in padded(packs.learning, n_microbatches.learning):
+            self._forward(pack, n_trained_tokens, stats).backward()
         dist.all_reduce(stats.sums_K)
         dist.all_reduce(stats.maxima_K, dist.ReduceOp.MAX)
         return stats.metrics()
 
     def apply_gradients(self, loss: float) -> dict[str, float]:
-        """Clip, check, and take the optimizer step with this step's learning rate; clears the
-        gradients.
-        """
+        """Clip, check, take the optimizer step at its learning rate, clear the gradients."""
         optimizer = self.cfg.trainer.optimizer
         grad_norm = titan.clip_grad_norm_(
             self.model.parameters(), optimizer.max_grad_norm, foreach=True
@@ -160,9 +158,7 @@ class Learner:
         return {"trainer/grad_norm": grad_norm, "trainer/lr": lr}
 
     def logprobs(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """Log-probability in nats of each token but the first, given those before it. All ranks
-        call with the same.
-        """
+        """Log-probability in nats of each token but the first. All ranks pass the same tokens."""
         n_tokens = len(token_ids) - 1
         budget = self.cfg.trainer.tokens_per_microbatch
         if n_tokens > budget:
@@ -179,16 +175,21 @@ class Learner:
         mask = build_pack_mask(
             torch.zeros_like(inputs), torch.zeros_like(inputs), ((0, n_tokens + pad),)
         )
+        parts: list[Tensor] = []
+
+        def keep(logprobs_C: Tensor, entropy_C: Tensor, start: int, stop: int) -> Tensor:
+            parts.append(logprobs_C)
+            return logprobs_C.sum()
+
         with torch.no_grad():
-            logprobs: Tensor = self.model(
-                inputs, positions, mask, order, ids[1:], temperature, None
-            )
+            self.model(inputs, positions, mask, order, ids[1:], temperature, keep)
         reshard(self.model)
-        values: list[float] = logprobs.tolist()
+        values: list[float] = torch.cat(parts).tolist()
         return values
 
-    def _forward_backward(self, batch: MicroBatch, n_trained_tokens: int, stats: LossStats) -> None:
-        loss = self.model(
+    def _forward(self, pack: list[Group], n_trained_tokens: int, stats: LossStats) -> Tensor:
+        batch = build_microbatch(pack, self.device, self._pad_to)
+        loss: Tensor = self.model(
             batch.token_ids_T,
             batch.positions_T,
             batch.mask,
@@ -197,7 +198,7 @@ class Learner:
             self.cfg.generator.sampling.temperature,
             partial(_chunk_loss, batch.tokens, self.cfg.algorithm, n_trained_tokens, stats),
         )
-        loss.backward()
+        return loss
 
 
 def _chunk_loss(

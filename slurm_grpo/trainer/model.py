@@ -35,9 +35,7 @@ FORWARD_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class _Policy:
-    """Replaces the forward of torchtitan's decoders: a pack goes in, a loss or log-probabilities
-    come out.
-    """
+    """Replaces the forward of torchtitan's decoders: a pack goes in, a loss comes out."""
 
     tok_embeddings: nn.Module
     layers: nn.ModuleDict
@@ -216,6 +214,10 @@ def _shard(model: nn.Module, cfg: TrainerConfig, device: torch.device) -> None:
         # again.
         reshard_after_forward_policy="never" if n_ranks == 1 else "default",
     )
+    if n_ranks == 1:
+        for module in _fsdp_modules(model):
+            # torchtitan's factor of 1.0 would still be divided by, in a pass over every gradient.
+            module.set_gradient_divide_factor(None)  # type: ignore[arg-type]
     if device.type == "cpu":
         for module in _fsdp_modules(model):
             # gloo has no PREMUL_SUM, which FSDP uses for scaled reductions.

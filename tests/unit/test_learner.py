@@ -23,6 +23,7 @@ from training import (
 from slurm_grpo.config import ScheduleConfig
 from slurm_grpo.errors import NonFiniteError
 from slurm_grpo.trainer import head
+from slurm_grpo.trainer.batching import PackCounts
 from slurm_grpo.trainer.learner import Learner, lr_at
 from slurm_grpo.types import Group
 
@@ -48,6 +49,24 @@ def test_gradient_of_shared_prompts_equals_the_unshared_one_of_transformers(
     expected_loss, expected = reference_gradients(path, groups, make_config(path).algorithm)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert relative_difference(ours, expected) < 1e-5
+
+
+def test_groups_without_signal_are_measured_and_counted_but_not_learned_from(
+    tiny_model_dir: Callable[[Family], Path],
+) -> None:
+    path = tiny_model_dir("llama")
+    groups = make_groups(4)
+    groups[1] = [dataclasses.replace(e, advantage=0.0) for e in groups[1]]
+    learner = Learner(make_config(path), CPU)
+    assert learner.plan(groups)[0] == PackCounts(learning=1, quiet=1)
+    stats = learner.compute_gradients(groups, *learner.plan(groups))
+    _, expected = reference_gradients(path, groups, learner.cfg.algorithm)
+    assert relative_difference(hf_gradients(learner), expected) < 1e-5
+    nearly = [[dataclasses.replace(e, advantage=e.advantage or 1e-30) for e in g] for g in groups]
+    assert learner.plan(nearly)[0] == PackCounts(learning=1, quiet=0)
+    learned = Learner(make_config(path), CPU).compute_gradients(nearly, *learner.plan(nearly))
+    del stats["trainer/clip_fraction"], learned["trainer/clip_fraction"]
+    assert stats == pytest.approx(learned, rel=1e-5)
 
 
 @pytest.mark.parametrize("budget", [24, 48, 96])
@@ -168,8 +187,9 @@ def test_step_without_anything_to_learn_changes_nothing(
     learner = Learner(make_config(tiny_model_dir("llama")), CPU)
     before = copy_weights(learner)
     group = [dataclasses.replace(e, error="timed out") for e in make_groups(1)[0]]
-    assert learner.plan([group]) == (1, 0)
-    metrics = learner.train_step([group], 1, 0)
+    plan = learner.plan([group])
+    assert plan == (PackCounts(learning=1, quiet=0), 0)
+    metrics = learner.train_step([group], *plan)
     assert metrics["trainer/loss"] == 0.0
     assert metrics["trainer/grad_norm"] == 0.0
     assert all(torch.equal(t, before[name]) for name, t in copy_weights(learner).items())
