@@ -25,7 +25,7 @@ from slurm_grpo import config_checks
 from slurm_grpo.config import Config
 from slurm_grpo.config_values import BadValue, YamlReader, convert, nearest, option_types
 from slurm_grpo.errors import ConfigError
-from slurm_grpo.fsio import write_durably
+from slurm_grpo.fsio import link_durably, write_durably
 
 _DATA_PATHS = ("model.path", "task.path", "task.eval_path", "task.scorer.module_dir")
 """Relative to the configuration file; to the current directory when an option gives them."""
@@ -99,14 +99,22 @@ def check_config(cfg: Config) -> list[str]:
     return [found.text for found in config_checks.check(cfg)]
 
 
-def freeze_config(cfg: Config, path: Path) -> None:
-    """Write `cfg` as YAML, whole or not at all."""
-    write_durably(path, config_yaml(cfg).encode())
+def freeze_config(cfg: Config, path: Path, *, replace: bool = True) -> bool:
+    """Write `cfg` as YAML, whole or not at all.
+
+    With `replace=False`, False if the file exists and says something else.
+    """
+    text = config_yaml(cfg).encode()
+    if not replace:
+        return link_durably(path, text)
+    write_durably(path, text)
+    return True
 
 
 def config_yaml(cfg: Config) -> str:
     """`cfg` as YAML, every value spelled out, sections in the order of the schema."""
-    return yaml.safe_dump(_plain(cfg), sort_keys=False, allow_unicode=True, width=100)
+    # ASCII: PyYAML writes U+0085 as it is, and reads it back as a line break.
+    return yaml.safe_dump(_plain(cfg), sort_keys=False, width=100)
 
 
 def read_frozen(path: Path) -> Config:

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from slurm_grpo import config_io
+from slurm_grpo.checkpoint_dirs import latest_complete
 from slurm_grpo.config import Config
 from slurm_grpo.errors import ConfigError, SlurmGrpoError
+from slurm_grpo.fsio import storage_errors
 from slurm_grpo.rundir import RunDir
 
 _PROGRAM = "python launch/submit.py"
@@ -70,8 +72,13 @@ def main(argv: Sequence[str], start: Supervise | None = None) -> int:
         if arguments.dry_run:
             sys.stdout.write(describe(run, cfg))
             return 0
-        run.create()
-        config_io.freeze_config(cfg, run.config)
+        with storage_errors("make the run directory", run.root):
+            run.create()
+        if not config_io.freeze_config(cfg, run.config, replace=arguments.resume is not None):
+            raise ConfigError(
+                f"run.name: {run.root} was just taken by a run with another configuration. Choose "
+                "another --run.name, or remove the directory if nothing runs there."
+            )
         return (start or _supervise)(run, cfg)
     except SlurmGrpoError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -117,7 +124,9 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 def describe(run: RunDir, cfg: Config) -> str:
     """The resolved configuration, and what would be started."""
-    resume = f", attempt {max(numbers) + 1}" if (numbers := run.attempt_numbers()) else ""
+    resume = ""
+    if numbers := run.attempt_numbers():
+        resume = f", attempt {max(numbers) + 1}, continuing after step {latest_complete(run) or 0}"
     python = cfg.cluster.python or sys.executable
     generator, trainer = cfg.generator, cfg.trainer
     lines = [
@@ -176,21 +185,21 @@ def _resumed(root: Path, overrides: Sequence[str]) -> tuple[RunDir, Config]:
             "changed. Start a new run for anything else."
         )
     cfg = config_io.load_config(run.config, overrides)
-    if _steps_done(run) >= cfg.run.steps:
+    done = latest_complete(run) or 0
+    if done > cfg.run.steps or (done == cfg.run.steps and _is_finished(run)):
         raise ConfigError(
-            f"--resume: {root} has finished its {cfg.run.steps} steps. Pass --run.steps with a "
-            "larger number to train on."
+            f"--resume: {root} has taken {done} steps already, and run.steps is {cfg.run.steps}. "
+            "Pass --run.steps with a larger number to train on."
         )
     return run, cfg
 
 
-def _steps_done(run: RunDir) -> int:
-    """Steps of a run that came to its end; 0 for one that did not."""
+def _is_finished(run: RunDir) -> bool:
+    """Whether the last attempt came to its end: evaluated and exported too, not just trained."""
     try:
-        summary = json.loads(run.summary.read_text())
+        return bool(json.loads(run.summary.read_text())["status"] == "done")
     except (FileNotFoundError, ValueError):
-        return 0
-    return int(summary.get("steps") or 0) if summary.get("status") == "done" else 0
+        return False
 
 
 def _print_help(config: Path | None) -> int:

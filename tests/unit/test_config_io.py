@@ -222,7 +222,9 @@ def test_a_frozen_configuration_reads_back_equal(folder: Path) -> None:
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     name=TEXTS,
     stop=st.lists(TEXTS, max_size=3),

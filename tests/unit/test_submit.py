@@ -16,6 +16,7 @@ import yaml
 from model_shell import make_model_shell
 
 from slurm_grpo import proctree
+from slurm_grpo.checkpoint_dirs import COMPLETE
 from slurm_grpo.config import Config
 from slurm_grpo.config_io import read_frozen
 from slurm_grpo.config_values import option_types
@@ -48,6 +49,13 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     settings = {"model": {"path": str(make_model_shell(tmp_path / "model"))}, "run": {"name": "r"}}
     path.write_text(yaml.safe_dump(settings))
     return path
+
+
+def finish(run: RunDir) -> None:
+    """Leave behind what a finished run does."""
+    run.summary.write_text('{"status": "done", "steps": 40}')
+    run.checkpoint(40).mkdir(parents=True)
+    (run.checkpoint(40) / COMPLETE).touch()
 
 
 def submit(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
@@ -197,11 +205,32 @@ def test_a_resumed_run_keeps_its_configuration_and_may_be_longer(
     assert read_frozen(second[0].config) == second[1]
 
 
+def test_a_finished_run_can_be_made_longer(config: Path) -> None:
+    start = RecordedStarts()
+    main([str(config)], start)
+    finish(start.calls[0][0])
+    assert main(["--resume", "runs/r", "--run.steps", "41"], start) == 7
+    shown = submit("--resume", "runs/r", "--run.steps", "60", "--dry-run").stdout
+    assert "attempt 2, continuing after step 40" in shown
+    assert "steps: 60" in shown
+
+
+def test_of_two_runs_of_one_name_at_once_the_second_is_refused(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = RecordedStarts()
+    main([str(config)], start)
+    start.calls[0][0].attempt(0).root.rmdir()  # not begun yet
+    assert main([str(config), "--run.seed", "3"], start) == ExitCode.CONFIG
+    assert "was just taken by a run with another configuration" in capsys.readouterr().err
+    assert read_frozen(start.calls[0][0].config).run.seed == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["--resume", "runs/r", "--run.seed", "1"], "--run.seed: a resumed run keeps"),
-        (["--resume", "runs/r"], "has finished its 40 steps. Pass --run.steps"),
+        (["--resume", "runs/r"], "has taken 40 steps already, and run.steps is 40"),
         (["--resume", "runs"], "runs is no run directory"),
         (["--resume"], "--resume: expected a run directory"),
         (["c.yaml", "--resume", "runs/r"], "c.yaml: not used with --resume"),
@@ -214,7 +243,7 @@ def test_what_cannot_be_started_is_explained(
 ) -> None:
     start = RecordedStarts()
     main([str(config)], start)
-    (config.parent / "runs/r/summary.json").write_text('{"status": "done", "steps": 40}')
+    finish(start.calls[0][0])
     assert main(arguments, start) == ExitCode.CONFIG
     assert expected in capsys.readouterr().err
     assert len(start.calls) == 1
