@@ -124,7 +124,8 @@ class Engine:
             raise ConfigError(
                 f"group {group_id} of {prompt.task}: a prompt of {len(prompt.token_ids)} tokens "
                 f"plus generator.sampling.max_new_tokens {sampling.max_new_tokens} exceeds "
-                f"generator.engine.max_model_len {engine.max_model_len}. Raise max_model_len or drop the prompt."
+                f"generator.engine.max_model_len {engine.max_model_len}. "
+                "Raise max_model_len or drop the prompt."
             )
         group = _Admitted(
             group_id=group_id,
@@ -200,13 +201,11 @@ class Engine:
         return InstallResult(load_s=max(reply["load_s"] for reply in replies), reset_ok=True)
 
     def reset_cache(self) -> None:
-        """Empty the prefix cache; running requests are recomputed. Raises SyncError when vLLM
-        refuses.
-        """
+        """Empty the prefix cache and recompute running requests; SyncError when vLLM refuses."""
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise SyncError(
-                "weights: vLLM refused to reset its prefix cache, whose blocks belong to old weights. "
-                "Install again."
+                "weights: vLLM refused to reset its prefix cache, whose blocks belong to old "
+                "weights. Install again."
             )
 
     def leave_policy_group(self) -> None:

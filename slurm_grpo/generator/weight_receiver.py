@@ -146,7 +146,7 @@ class PolicyWeightTransfer(WeightTransferEngine[PolicyInitInfo, PolicyUpdateInfo
             start, end = layout.bounds(bucket)
             data = staging[start:end]
             in_flight.append((group.start_broadcast(data, deadline=deadline), data))
-            if len(in_flight) == 3:
+            if len(in_flight) == 2:
                 take_oldest()
         while in_flight:
             take_oldest()

@@ -11,12 +11,9 @@ requests running.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -24,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_line import print_bench_line, spread
 
 from slurm_grpo.config import (
     Config,
@@ -121,13 +119,8 @@ def measure(model: Path, repeats: int, bucket_mib: int) -> dict[str, Any]:
     pipe.recv()
 
     group: PolicyGroup | None = None
-    times: dict[str, list[float]] = {
-        "transfer": [],
-        "raw_whole": [],
-        "raw_buckets": [],
-        "load": [],
-        "pause": [],
-    }
+    names = ("transfer", "raw_whole", "raw_buckets", "load", "pause")
+    times: dict[str, list[float]] = {name: [] for name in names}
 
     def layers() -> Iterator[list[tuple[str, torch.Tensor]]]:
         for item in weights.items():
@@ -159,21 +152,19 @@ def measure(model: Path, repeats: int, bucket_mib: int) -> dict[str, Any]:
     pipe.recv()
     engine.join()
     del store
-    median = {
-        name: statistics.median(values[1:]) for name, values in times.items()
-    }  # the first one forms and allocates
-    raw_s = min(median["raw_whole"], median["raw_buckets"])
+    kept = {name: values[1:] for name, values in times.items()}  # the first forms and allocates
+    share = {
+        which.__name__: min(which(kept["raw_whole"]), which(kept["raw_buckets"]))
+        / which(kept["transfer"])
+        for which in (statistics.median, min)
+    }
     return {
         "n_bytes": n_bytes,
         "bucket_mib": bucket_mib,
-        "transfer_s": median["transfer"],
-        "raw_s": raw_s,
-        "share_of_raw_bandwidth": raw_s / median["transfer"],
-        "raw_whole_s": median["raw_whole"],
-        "raw_buckets_s": median["raw_buckets"],
-        "load_s": median["load"],
-        "pause_s": median["pause"],
         "n_running": N_RUNNING,
+        "share_of_raw_bandwidth": round(share["median"], 3),
+        "share_of_raw_bandwidth_best": round(share["min"], 3),
+        **{f"{name}_s": spread(values) for name, values in kept.items()},
     }
 
 
@@ -183,19 +174,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--bucket-mib", type=int, default=WeightSyncConfig().bucket_mib)
     arguments = parser.parse_args()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    line = {
-        "bench": "weight_sync",
-        "commit": commit,
-        "model": arguments.model.name,
-        **measure(arguments.model, arguments.repeats, arguments.bucket_mib),
-        "n_cores": os.cpu_count(),
-        "cpu": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-    }
-    print(json.dumps(line))
+    values = measure(arguments.model, arguments.repeats, arguments.bucket_mib)
+    print_bench_line("weight_sync", {"model": arguments.model.name, **values})
 
 
 if __name__ == "__main__":
