@@ -1,6 +1,7 @@
-"""Which checkpoints of a run are complete. Directory names only: no torch, for the supervisor and the login node.
+"""Which checkpoints of a run are complete. Directory names only: no torch, so anybody may ask.
 
-A checkpoint is written into `<name>.partial`, marked COMPLETE, then renamed; anything else was cut short.
+A checkpoint is written into `<name>.partial`, marked COMPLETE, then renamed; anything else was cut
+short.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Episode:
-    """One rollout. Unscored while `reward is None`; the advantage needs the whole group's rewards."""
+    """One rollout. Unscored while `reward is None`; the advantage needs the group's rewards."""
 
     group_id: int
     sample_index: int  # 0 .. G-1 inside the group

@@ -6,7 +6,7 @@ import time
 
 
 def share_of_low_bytes(text: str, target: object) -> float:
-    """Between 0 and 1, different for nearly every completion, so that every group has a gradient."""
+    """Between 0 and 1, different for nearly every completion: every group has a gradient."""
     data = text.encode()
     return sum(byte < 96 for byte in data) / max(len(data), 1)
 

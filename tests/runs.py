@@ -1,4 +1,4 @@
-"""Whole runs for integration tests: write a config, launch it as a user would, read what it left."""
+"""Whole runs for integration tests: write a config, launch it as a user would, read the rest."""
 
 from __future__ import annotations
 

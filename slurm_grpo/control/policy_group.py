@@ -27,10 +27,13 @@ from slurm_grpo.errors import DeadlineExceeded, SlurmGrpoError, SyncError
 
 
 def host_address() -> str:
-    """This host's address towards other hosts; loopback when there is no route to any.
+    """This host's address towards the run's other hosts: SLURM_GRPO_HOST_ADDRESS if it is set, else
+    that of the default route, and loopback when there is none.
 
     The numeric address, since a host name may resolve to loopback.
     """
+    if told := os.environ.get("SLURM_GRPO_HOST_ADDRESS"):
+        return told
     for family, probe in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with socket.socket(family, socket.SOCK_DGRAM) as sock:
             try:

@@ -72,6 +72,8 @@ def role_environment(
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if cfg.cluster.kind == "local":
+        env["SLURM_GRPO_HOST_ADDRESS"] = "127.0.0.1"  # nothing of the run leaves this machine
     if role == "trainer":
         env |= {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": str(cfg.trainer.n_ranks)}
     if gpus := assign_gpus(visible_gpus(base), cfg, peer):

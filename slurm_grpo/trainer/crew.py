@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from slurm_grpo.control.client import ControlClient
 from slurm_grpo.control.policy_group import host_address, make_store
@@ -38,10 +39,10 @@ class Crew:
                 what="trainer-0's store",
             )
             host, port = address.rsplit(":", 1)
-            self._store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+            self._store = TCPStore(host, int(port), is_master=False, timeout=timeout)
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            store=dist.PrefixStore("trainer", self._store),
+            store=PrefixStore("trainer", self._store),
             rank=self.rank,
             world_size=self.world_size,
             timeout=timeout,

@@ -83,23 +83,24 @@ class PolicySync:
         if self._probed is None:
             return {}
         version, expected = self._probed
+        limit = self._cfg.weight_sync.max_probe_difference
         worst = largest = 0.0
         for name, engine in self._client.view["engines"].items():
             stats = engine["stats"]
             if stats.get("version") != version or len(stats["probe"]) != len(expected):
                 continue
             difference = np.abs(np.array(stats["probe"]) - np.array(expected))
-            worst, largest = max(worst, difference.mean()), max(largest, difference.max())
-            if not difference.mean() <= self._cfg.weight_sync.max_probe_difference:
+            mean = float(difference.mean())
+            worst, largest = max(worst, mean), max(largest, float(difference.max()))
+            if not mean <= limit:
                 raise SyncError(
-                    f"{name} does not compute with version {version}: its log-probabilities of "
-                    f"the probe differ by "
-                    f"{difference.mean():.3g} nats on average, {difference.max():.3g} at most, above "
-                    f"weight_sync.max_probe_difference {self._cfg.weight_sync.max_probe_difference}."
+                    f"{name} does not compute with version {version}: its log-probabilities of the "
+                    f"probe differ by {mean:.3g} nats on average, above "
+                    f"weight_sync.max_probe_difference {limit}. Read {engine['log']}"
                 )
         return {
-            "sync/probe_mean_abs_diff": float(worst),
-            "sync/probe_max_abs_diff": float(largest),
+            "sync/probe_mean_abs_diff": worst,
+            "sync/probe_max_abs_diff": largest,
         }
 
     def _take_probe(self, version: int) -> None:
@@ -197,5 +198,5 @@ class PolicySync:
         wrong = {engine: ack for engine, ack in door["acks"].items() if ack != digest}
         if wrong:
             raise SyncError(
-                f"version {version}: sent digest {digest}, but these engines received other bytes: {wrong}"
+                f"version {version}: sent digest {digest}, but received were other bytes: {wrong}"
             )
