@@ -83,7 +83,7 @@ def test_completion_sees_its_prompt_and_its_own_past_only() -> None:
     second = n_prompt + lengths[0]
     expected = torch.ones(segment.stop, segment.stop).tril().bool()
     expected[second:, n_prompt:second] = False
-    assert torch.equal(segment.mask_LL, expected)
+    assert torch.equal(segment.mask_LL == 0, expected)
     positions = [*range(n_prompt), *(n_prompt + i for n in lengths for i in range(n))]
     assert batch.positions_T.tolist() == positions
 

@@ -22,7 +22,7 @@ from training import (
 
 from slurm_grpo.config import ScheduleConfig
 from slurm_grpo.errors import NonFiniteError
-from slurm_grpo.trainer import head
+from slurm_grpo.trainer import attention, head
 from slurm_grpo.trainer.batching import PackCounts
 from slurm_grpo.trainer.learner import Learner, lr_at
 from slurm_grpo.types import Group
@@ -92,15 +92,15 @@ def test_gradient_does_not_depend_on_the_chunks_of_the_head(
     assert relative_difference(chunked, whole) < 1e-5
 
 
-def test_long_groups_use_the_fused_kernel_and_give_the_same_gradient(
+def test_gradient_does_not_depend_on_the_blocks_of_attention(
     tiny_model_dir: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_model_dir("llama")
     groups = make_groups(3)
-    _, manual = gradients_of(path, groups)
-    monkeypatch.setattr("slurm_grpo.trainer.attention.MANUAL_MAX_LENGTH", 0)
-    _, fused = gradients_of(path, groups)
-    assert relative_difference(fused, manual) < 1e-5
+    _, whole = gradients_of(path, groups)
+    monkeypatch.setattr(attention, "MAX_ROWS", 5)
+    _, blocks = gradients_of(path, groups)
+    assert relative_difference(blocks, whole) < 1e-5
 
 
 def test_activation_checkpointing_changes_nothing(
