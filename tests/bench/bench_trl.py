@@ -2,10 +2,10 @@
 
 Both train SmolLM2-135M-Instruct on `addition`, 8 prompts x 8 episodes of up to 24 new tokens,
 with the quickstart's optimizer and loss settings. TRL gets what suits it best on this hardware: it
-generates by transformers with a KV cache (its vLLM modes need CUDA), its generation and training
-batches are as large as the step (no accumulation), no gradient checkpointing, no reference model
-(beta 0), no second forward pass for old log-probabilities (one iteration), the fused AdamW. Every
-precision asked for is measured and the fastest taken:
+generates the whole step at once by transformers with a KV cache (its vLLM modes need CUDA), trains
+in micro-batches of --trl-microbatch sequences without gradient checkpointing (all 64 at once need
+11 GB), has no reference model (beta 0), no second forward pass for old log-probabilities (one
+iteration), and the fused AdamW. Every precision asked for is measured and the fastest taken:
 
   autocast  float32 weights under bf16 autocast, what TRL's bf16=True does and nearest to ours
   float32   float32 throughout
@@ -51,10 +51,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--side", choices=["both", "trl", "ours"], default="both")
     parser.add_argument("--precisions", nargs="+", default=["autocast", "float32"])
+    parser.add_argument("--trl-microbatch", type=int, default=16, help="sequences, divides 64")
     parser.add_argument("--trl-child", metavar="PRECISION", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trl_child:
-        print(json.dumps(train_with_trl(args.model, args.trl_child, args.steps, args.threads)))
+        print(json.dumps(train_with_trl(args)))
         return
     line: dict[str, Any] = {"threads": args.threads}
     if args.side in ("both", "ours"):
@@ -104,6 +105,7 @@ def measure_trl(args: argparse.Namespace, precision: str) -> dict[str, Any]:
     """`train_with_trl` in the environment that has TRL."""
     command = [_trl_python(), __file__, "--trl-child", precision, "--model", args.model]
     command += ["--steps", args.steps, "--threads", args.threads]
+    command += ["--trl-microbatch", args.trl_microbatch]
     out = _run([str(part) for part in command], timeout_s=7200)
     return dict(json.loads(out.splitlines()[-1]))
 
@@ -143,23 +145,16 @@ def _gaps(times: Sequence[float]) -> list[float]:
     return [b - a for a, b in itertools.pairwise(times)]
 
 
-def train_with_trl(model_dir: Path, precision: str, steps: int, threads: int) -> dict[str, Any]:
+def train_with_trl(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds per step of TRL's trainer, end of step to end of step, without the warm-up."""
     import torch
+    import trl
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
 
-    torch.set_num_threads(threads)
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    source = build_prompt_source(TaskConfig(name="addition"), seed=0)
-    n_steps = steps + N_WARMUP
-    rows = []
-    for group_id in range(N_PROMPTS * n_steps):
-        prompt = render_prompt(source.train_prompt(group_id), tokenizer)
-        rows.append({"prompt": prompt.text, "target": prompt.target})
-        assert tokenizer(prompt.text)["input_ids"] == prompt.token_ids.tolist()
-
+    torch.set_num_threads(args.threads)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    n_steps = args.steps + N_WARMUP
     ends, lengths, rewards = [], [], []
 
     def reward(
@@ -175,40 +170,14 @@ def train_with_trl(model_dir: Path, precision: str, steps: int, threads: int) ->
             ends.append((time.monotonic(), time.process_time()))
 
     with tempfile.TemporaryDirectory(prefix="bench_trl_") as output_dir:
-        config = GRPOConfig(
-            output_dir=output_dir,
-            use_cpu=not torch.cuda.is_available(),
-            bf16=precision == "autocast",
-            model_init_kwargs={"dtype": "bfloat16" if precision == "bfloat16" else "float32"},
-            max_steps=n_steps,
-            per_device_train_batch_size=N_PROMPTS * GROUP_SIZE,
-            num_generations=GROUP_SIZE,
-            max_completion_length=MAX_NEW_TOKENS,
-            gradient_checkpointing=False,
-            use_cache=True,
-            optim="adamw_torch_fused",
-            learning_rate=3e-5,
-            adam_beta2=0.95,
-            warmup_steps=3,
-            lr_scheduler_type="constant_with_warmup",
-            epsilon=0.2,
-            epsilon_high=0.28,
-            shuffle_dataset=False,
-            save_strategy="no",
-            report_to="none",
-            logging_steps=1000,
-            disable_tqdm=True,
-        )
-        GRPOTrainer(
-            model=str(model_dir),
-            args=config,
+        trl.GRPOTrainer(
+            model=str(args.model),
+            args=_trl_config(args, output_dir, n_steps),
             reward_funcs=reward,
-            train_dataset=Dataset.from_list(rows),
+            train_dataset=Dataset.from_list(_prompt_rows(tokenizer, N_PROMPTS * n_steps)),
             processing_class=tokenizer,
             callbacks=[Clock()],
         ).train()
-    import trl
-
     wall, cpu = ([e[i] for e in ends] for i in (0, 1))
     return {
         "step_s": spread(_gaps(wall)[N_WARMUP - 1 :]),
@@ -217,6 +186,46 @@ def train_with_trl(model_dir: Path, precision: str, steps: int, threads: int) ->
         "reward_mean": round(sum(rewards) / len(rewards), 3),
         "trl": trl.__version__,
     }
+
+
+def _prompt_rows(tokenizer: Any, n_groups: int) -> list[dict[str, Any]]:
+    """The quickstart's prompts as texts that TRL turns into the very same tokens."""
+    source = build_prompt_source(TaskConfig(name="addition"), seed=0)
+    prompts = [render_prompt(source.train_prompt(g), tokenizer) for g in range(n_groups)]
+    assert all(tokenizer(p.text)["input_ids"] == p.token_ids.tolist() for p in prompts)
+    return [{"prompt": p.text, "target": p.target} for p in prompts]
+
+
+def _trl_config(args: argparse.Namespace, output_dir: str, n_steps: int) -> Any:
+    import torch
+    import trl
+
+    precision = args.trl_child
+    return trl.GRPOConfig(
+        output_dir=output_dir,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=precision == "autocast",
+        model_init_kwargs={"dtype": "bfloat16" if precision == "bfloat16" else "float32"},
+        max_steps=n_steps,
+        per_device_train_batch_size=args.trl_microbatch,
+        gradient_accumulation_steps=N_PROMPTS * GROUP_SIZE // args.trl_microbatch,
+        num_generations=GROUP_SIZE,
+        max_completion_length=MAX_NEW_TOKENS,
+        gradient_checkpointing=False,
+        use_cache=True,
+        optim="adamw_torch_fused",
+        learning_rate=3e-5,
+        adam_beta2=0.95,
+        warmup_steps=3,
+        lr_scheduler_type="constant_with_warmup",
+        epsilon=0.2,
+        epsilon_high=0.28,
+        shuffle_dataset=False,
+        save_strategy="no",
+        report_to="none",
+        logging_steps=1000,
+        disable_tqdm=True,
+    )
 
 
 if __name__ == "__main__":
