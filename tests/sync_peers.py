@@ -309,6 +309,8 @@ def serve() -> None:
         except SlurmGrpoError as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=replies, flush=True)
+    if isinstance(peer, EnginePeer):
+        peer.shutdown()
     os._exit(0)  # a policy group may have an operation pending
 
 
