@@ -57,10 +57,11 @@ class PolicySync:
         when no engine comes to the door in time.
         """
         started = time.monotonic()
+        probe = self._learner.logprobs(self._crew.share(self._wait_for_probe_tokens))
         for _ in range(MAX_ROUNDS):
             result = self._round(version)
             if result is not None:
-                self._take_probe(version)
+                self._probed = (version, probe)
                 return self._probe_metrics | {
                     "trainer/sync_s": time.monotonic() - started,
                     "trainer/gather_s": result.gather_s,
@@ -103,14 +104,15 @@ class PolicySync:
             "sync/probe_max_abs_diff": largest,
         }
 
-    def _take_probe(self, version: int) -> None:
-        token_ids: list[int] = self._crew.share(
-            lambda: next(
-                (e["probe"] for e in self._client.view["engines"].values() if e["probe"]), []
-            )
+    def _wait_for_probe_tokens(self) -> list[int]:
+        """The token ids that engines report on; they say so once they are ready."""
+        cluster, sync = self._cfg.cluster, self._cfg.weight_sync
+        tokens: list[int] = self._client.wait_for(
+            lambda view: next((e["probe"] for e in view["engines"].values() if e["probe"]), None),
+            timeout_s=sync.door_timeout_s + cluster.start_timeout_s,
+            what="a first engine to be ready",
         )
-        if len(token_ids) > 1:
-            self._probed = (version, self._learner.logprobs(token_ids))
+        return tokens
 
     def _round(self, version: int) -> SendResult | None:
         """One epoch's attempt; None when it failed and another round may succeed. Same outcome on
