@@ -2,7 +2,7 @@
 ends everything.
 
 It waits in one place, for a signal (a child's end is one) or a quarter of a second. Roles talk to
-the scheduler through the control plane, which it hosts; it looks there for a finish, a failure, or
+the scheduler through the control plane, which it hosts; it looks there for a finish, or
 peers that went silent. It imports neither torch nor vLLM, and never touches episodes or weights.
 """
 
@@ -43,8 +43,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.25
 FINISH_S = 60.0
 """Seconds the roles have to leave by themselves once the run is finished."""
-FAILURE_EXIT_S = 10.0
-"""Seconds a trainer rank may take to exit after it reported its failure."""
 MAX_END_S = 6.0
 """Whatever `cluster.stop_grace_s` says, everything is killed this long after a stop."""
 _PSS_EVERY_S = 3.0
@@ -134,7 +132,6 @@ class Supervisor:
         self._restart_at: dict[str, float] = {}
         self._overdue: dict[str, str] = {}
         """Why a peer was killed, until its end is seen."""
-        self._failure_seen: float | None = None
         self._peak_pss_bytes = 0
         self._next_pss = 0.0
         self._signals = SignalInbox(self._kill_all)
@@ -301,28 +298,14 @@ class Supervisor:
     def _on_scheduler(self, now: float) -> Outcome | None:
         with self._server.locked() as scheduler:
             scheduler.tick(now)
-            finished, failure = scheduler.finished, scheduler.failure
+            finished = scheduler.finished
             overdue = {} if finished else scheduler.overdue_peers(now)
         for peer, reason in overdue.items():
             if peer in self._steps and peer not in self._overdue:
                 self._overdue[peer] = reason
                 self._note(f"killing {reason}")
                 self._steps[peer].kill()
-        if finished is not None:
-            return self._finish(finished)
-        if failure is None:
-            return None
-        # A trainer rank that reports a failure is about to exit, and its exit code says more.
-        self._failure_seen = self._failure_seen or now
-        if now - self._failure_seen < FAILURE_EXIT_S:
-            return None
-        rank = failure.partition(":")[0]
-        return Outcome(
-            status="failed",
-            exit_code=ExitCode.FAILURE,
-            error=failure,
-            log=self._attempt.log(rank),
-        )
+        return None if finished is None else self._finish(finished)
 
     def _finish(self, status: str) -> Outcome:
         """The trainer is through: the roles leave by themselves, and only so long are they waited

@@ -83,7 +83,6 @@ _HELLO: Mapping[str, Check] = {"host": _text, "pid": _count, "log": _text}
 _ANY_ROLE: Mapping[str, Mapping[str, Check]] = {
     "hello": _HELLO,
     "heartbeat": {},
-    "fail": {"error": _text},
 }
 
 ENGINE_MESSAGES: Mapping[str, Mapping[str, Check]] = {

@@ -46,8 +46,6 @@ class _Peer:
     host: str = ""
     pid: int = 0
     log: str = ""
-    error: str = ""
-    """What it said before it died; kept over restarts."""
 
 
 @dataclass(slots=True)
@@ -90,8 +88,6 @@ class Scheduler:
         self._last_views: dict[str, View] = {}
         self.finished: str | None = None
         """Status the trainer finished with."""
-        self.failure: str | None = None
-        """First error a trainer rank reported."""
         self.progress: Body = {}
         """Latest progress report of the trainer."""
 
@@ -126,12 +122,6 @@ class Scheduler:
         sender.host, sender.pid, sender.log = host, pid, log
         if sender.name.startswith("trainer-") and sender.name != LEADER:
             sender.state = "ready"
-        self._touch(sender)
-
-    def _on_fail(self, sender: _Peer, error: str, **_: Any) -> None:
-        sender.error = error
-        if not isinstance(sender, _Engine) and self.failure is None:
-            self.failure = f"{sender.name}: {error}"
         self._touch(sender)
 
     # Messages of engines
@@ -415,7 +405,6 @@ class Scheduler:
                 "host": engine.host,
                 "pid": engine.pid,
                 "log": engine.log,
-                "error": engine.error,
                 "probe": engine.probe,
                 "stats": engine.stats,
             }

@@ -176,8 +176,8 @@ class Picker:
             raise SlurmGrpoError(
                 f"step {step}: {len(self._dropped)} groups were dropped and only {n_there} of "
                 f"{algorithm.groups_per_step} kept. Rewards that are equal in every group teach "
-                f"nothing: check the scorer and the task's difficulty (`episodes/` holds the "
-                f"completions), set algorithm.drop_zero_spread to false, or raise algorithm.max_dropped_per_step "
+                "nothing: check the scorer and the task's difficulty, set "
+                "algorithm.drop_zero_spread to false, or raise algorithm.max_dropped_per_step "
                 f"(now {algorithm.max_dropped_per_step})."
             )
         waited = now - (self._waiting_since or now)

@@ -109,11 +109,11 @@ def test_after_a_flush_the_view_takes_account_of_what_was_sent(plane: Plane) -> 
     engine = plane.client("engine-0")
     trainer = plane.client("trainer-0")
     for i in range(20):
-        engine.send("fail", error=f"problem {i}")
+        engine.send("ready", probe=[i])
         engine.flush(TIMEOUT_S)
         trainer.send("progress", step=i)
         trainer.flush(TIMEOUT_S)
-        assert trainer.view["engines"]["engine-0"]["error"] == f"problem {i}"
+        assert trainer.view["engines"]["engine-0"]["probe"] == [i]
 
 
 def test_wait_for_never_shows_a_view_older_than_what_was_sent_before(plane: Plane) -> None:

@@ -611,15 +611,6 @@ def test_engines_leave_when_the_trainer_finishes() -> None:
     assert bench.leader["stop"] is None
 
 
-def test_errors_of_trainers_fail_the_run_and_errors_of_engines_are_shown() -> None:
-    bench = Bench(config())
-    bench.tell("engine-0", "fail", error="out of memory")
-    assert bench.scheduler.failure is None
-    assert bench.leader["engines"]["engine-0"]["error"] == "out of memory"
-    bench.tell(LEADER, "fail", error="loss is NaN")
-    assert bench.scheduler.failure == "trainer-0: loss is NaN"
-
-
 def test_a_replaced_incarnation_is_told_to_stop() -> None:
     bench = Bench(config())
     bench.sync(0)
