@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from slurm_grpo.trainer.titan import FlexAttention, Module, create_attention_mask
 
@@ -51,15 +51,21 @@ def build_pack_mask(
     if group_T.device.type == "cpu":
         return tuple(Segment(a, b, _mask_LL(completion_T[a:b])) for a, b in segments)
 
+    n_tokens = len(group_T)
+    mask: BlockMask = create_attention_mask(
+        build_visible(group_T, completion_T), 1, None, n_tokens, n_tokens, device=group_T.device
+    )
+    return mask
+
+
+def build_visible(group_T: Tensor, completion_T: Tensor) -> Callable[..., Tensor]:
+    """Flex attention's rule (batch, head, query, key) of which token sees which."""
+
     def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         shared = (completion_T[key] == 0) | (completion_T[key] == completion_T[query])
         return (query >= key) & (group_T[query] == group_T[key]) & shared
 
-    n_tokens = len(group_T)
-    mask: BlockMask = create_attention_mask(
-        visible, 1, None, n_tokens, n_tokens, device=group_T.device
-    )
-    return mask
+    return visible
 
 
 def _mask_LL(completion_L: Tensor) -> Tensor:
@@ -184,4 +190,7 @@ def inner_attention_config(device: torch.device) -> Module.Config:
         return SegmentAttention.Config()
     # Autotuning takes minutes per shape, and picks kernels by timing: runs would not repeat.
     FlexAttention.inductor_configs.update(max_autotune=False, coordinate_descent_tuning=False)
+    FlexAttention._compiled_flex_attn = torch.compile(
+        flex_attention, options=dict(FlexAttention.inductor_configs)
+    )
     return FlexAttention.Config()

@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_mask
 from training import make_groups
 
 from slurm_grpo.errors import ConfigError
-from slurm_grpo.trainer.attention import Segment
+from slurm_grpo.trainer.attention import PADDING, Segment, build_pack_mask, build_visible
 from slurm_grpo.trainer.batching import (
     assign_to_ranks,
     build_microbatch,
@@ -86,6 +87,18 @@ def test_completion_sees_its_prompt_and_its_own_past_only() -> None:
     assert torch.equal(segment.mask_LL == 0, expected)
     positions = [*range(n_prompt), *(n_prompt + i for n in lengths for i in range(n))]
     assert batch.positions_T.tolist() == positions
+
+
+def test_rule_of_the_gpu_kernel_is_that_of_the_cpu_masks() -> None:
+    group_T = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1, PADDING, PADDING])
+    completion_T = torch.tensor([0, 0, 1, 2, 0, 1, 1, 2, 2, 0, 0])
+    segments = build_pack_mask(group_T, completion_T, ((0, 4), (4, 9), (9, 11)))
+    assert isinstance(segments, tuple)
+    expected = torch.block_diag(*((s.mask_LL == 0).float() for s in segments)).bool()
+    rule = build_visible(group_T, completion_T)
+    seen = create_mask(rule, 1, 1, 11, 11, device="cpu")[0, 0]
+    assert torch.equal(seen, expected)
+    assert bool(seen.any(-1).all())
 
 
 def test_every_trained_token_is_predicted_by_the_token_before_it() -> None:
