@@ -74,6 +74,9 @@ def role_environment(
     }
     if cfg.cluster.kind == "local":
         env["SLURM_GRPO_HOST_ADDRESS"] = "127.0.0.1"  # nothing of the run leaves this machine
+        # Roles share the cores: threads that spin at barriers stop each other for seconds.
+        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        env.setdefault("KMP_BLOCKTIME", "0")
     if role == "trainer":
         env |= {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": str(cfg.trainer.n_ranks)}
     if gpus := assign_gpus(visible_gpus(base), cfg, peer):
