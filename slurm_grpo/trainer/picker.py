@@ -33,11 +33,6 @@ class StepPlan:
     n_dropped_stale: int
     n_dropped_no_signal: int
 
-    @property
-    def staleness(self) -> list[int]:
-        """Per group, of its oldest token."""
-        return [self.step - 1 - group.oldest_version for group, _ in self.groups]
-
 
 class Picker:
     """Holds the cursor over group ids and what was verified. One `poll` at a time."""
@@ -50,7 +45,9 @@ class Picker:
         self._attempt = attempt
         self._client = client
         self._next_group = state.next_group
-        self._verified: set[str] = set()
+        self._verdicts: dict[str, bool] = {}
+        """Whether a shard, by path, is intact; the view may still show a damaged one for a moment.
+        """
         self._done: set[int] = set(state.consumed | state.dropped)
         """Groups consumed or dropped; the view may still show them for a moment."""
         self._dropped: dict[int, str] = {}
@@ -139,17 +136,16 @@ class Picker:
         return True
 
     def _intact(self, ref: ShardRef) -> bool:
-        if ref.path in self._verified:
-            return True
-        try:
-            verify_shard(self._run, ref)
-        except ShardError as error:
-            log.warning("shard refused, its groups are generated again: %s", error)
-            quarantine_shard(self._run, ref.path, str(error))
-            self._client.send("lost", group_ids=[group.group_id for group in ref.groups])
-            return False
-        self._verified.add(ref.path)
-        return True
+        if ref.path not in self._verdicts:
+            try:
+                verify_shard(self._run, ref)
+                self._verdicts[ref.path] = True
+            except ShardError as error:
+                log.warning("shard refused, its groups are generated again: %s", error)
+                self._verdicts[ref.path] = False
+                quarantine_shard(self._run, ref.path, str(error))
+                self._client.send("lost", group_ids=[group.group_id for group in ref.groups])
+        return self._verdicts[ref.path]
 
     def _reason_to_drop(self, group: GroupRef, step: int) -> str | None:
         if step - 1 - group.oldest_version > self._cfg.algorithm.max_staleness:
