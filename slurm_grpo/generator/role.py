@@ -76,13 +76,20 @@ class GeneratorLoop:
         self._version: int | None = None
 
     def run(self) -> None:
-        """Until the control plane says stop."""
+        """Until the control plane says stop, or an error; the engine is shut down either way."""
+        try:
+            self._loop()
+        finally:
+            self._publisher.close()
+            self._engine.shutdown()
+
+    def _loop(self) -> None:
         self._client.send("ready", probe=self._probe)
         while True:
             self._publisher.check()
             view = self._client.view
             if view["stop"]:
-                break
+                return
             if view["door"]:
                 self._join_transfer(view["door"])
                 continue
@@ -91,11 +98,6 @@ class GeneratorLoop:
                 self._step()
             else:
                 self._client.wait_for(self._has_work, IDLE_S, "work", missing_ok=True)
-        self.close()
-
-    def close(self) -> None:
-        self._publisher.close()
-        self._engine.shutdown()
 
     def _has_work(self, view: dict[str, Any]) -> bool | None:
         new_groups = orders(view) - self._admitted
@@ -163,7 +165,6 @@ class GeneratorLoop:
         self._client.send("at_door", epoch=door["epoch"], version=door["version"])
         if not self._await(key, lambda view: view["door"]["go"], "the other engines at the door"):
             return
-        door = self._client.view["door"] or door
         try:
             received = self._engine.receive(
                 door["store"],
