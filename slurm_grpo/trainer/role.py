@@ -17,6 +17,7 @@ import torch
 
 from slurm_grpo.checkpoint_dirs import latest_complete
 from slurm_grpo.config import Config
+from slurm_grpo.errors import Stopped
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.metrics import MetricsWriter, WandbLogger
 from slurm_grpo.role_process import RoleContext, run_role
@@ -143,6 +144,8 @@ class TrainerLoop:
         deadline = time.monotonic() + POLL_S
         while True:
             view = self._client.view
+            if view["stop"]:
+                raise Stopped(f"{self._context.peer}: {view['stop']}.")
             if view["boundary_stop"]:
                 return "stop", None
             if view["unsynced"]:
@@ -266,6 +269,8 @@ class TrainerLoop:
             if self._wandb is not None:
                 self._wandb.close()
             self._client.send("finish", status=status)
+            # Before the other ranks may leave: one seen gone while the run is on has failed it.
+            self._client.flush(self._cfg.cluster.heartbeat_timeout_s)
         self._crew.share(lambda: None)
         self._crew.close()
 
@@ -275,8 +280,11 @@ class TrainerLoop:
 
 
 def _group_timeout_s(cfg: Config) -> float:
-    """The longest that ranks wait for rank 0: engines coming to the door, perhaps restarted."""
-    return cfg.cluster.start_timeout_s + cfg.weight_sync.door_timeout_s + 60.0
+    """The longest that ranks wait for rank 0: engines coming to the door, perhaps restarted, or a
+    transfer, which forms a group, sends and waits for digests."""
+    sync = cfg.weight_sync
+    at_door_s = cfg.cluster.start_timeout_s + sync.door_timeout_s
+    return max(at_door_s, 3 * sync.transfer_timeout_s) + 60.0
 
 
 def peak_memory_bytes(device: torch.device) -> float:
