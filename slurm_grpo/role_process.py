@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,18 +70,18 @@ def run_role(loop: Callable[[RoleContext], None]) -> None:
 def _run(loop: Callable[[RoleContext], None]) -> int:
     run = RunDir(Path(os.environ["SLURM_GRPO_RUN_DIR"]))
     peer = os.environ["SLURM_GRPO_PEER"]
-    client = ControlClient.from_env()
     try:
-        context = RoleContext(
-            run=run,
-            attempt=int(os.environ["SLURM_GRPO_ATTEMPT"]),
-            peer=peer,
-            incarnation=int(os.environ["SLURM_GRPO_INCARNATION"]),
-            config=read_frozen(run.config),
-            client=client,
-        )
-        loop(context)
-        client.flush(timeout_s=5.0)
+        with closing(ControlClient.from_env()) as client:
+            context = RoleContext(
+                run=run,
+                attempt=int(os.environ["SLURM_GRPO_ATTEMPT"]),
+                peer=peer,
+                incarnation=int(os.environ["SLURM_GRPO_INCARNATION"]),
+                config=read_frozen(run.config),
+                client=client,
+            )
+            loop(context)
+            client.flush(timeout_s=5.0)
         return ExitCode.OK
     except Stopped as stopped:
         log.info("%s: leaving: %s", peer, stopped)
@@ -91,5 +92,3 @@ def _run(loop: Callable[[RoleContext], None]) -> int:
     except Exception:  # noqa: BLE001 - the process entry point
         traceback.print_exc()
         return ExitCode.FAILURE
-    finally:
-        client.close()
