@@ -179,7 +179,8 @@ class Supervisor:
         finally:
             self._end_all(reason)
             self._server.close()
-            self._display.close()
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                self._display.close()
 
     def _record_versions(self) -> None:
         try:
