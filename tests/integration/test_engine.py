@@ -14,8 +14,6 @@ import torch
 from sync_peers import Peer, PeerError, engine_settings, peers
 from tiny_models import Family, make_tiny_model
 
-pytestmark = pytest.mark.slow
-
 PROMPT = list(range(40, 110))
 TEMPERATURE = 0.7
 
@@ -107,6 +105,7 @@ def test_prompt_that_cannot_fit_is_refused_with_the_setting_to_change(engine: Pe
     assert generate(engine, group_id=9, token_ids=[50] * 232)
 
 
+@pytest.mark.slow
 def test_seeded_generation_repeats_in_a_fresh_process(model: Path) -> None:
     settings = engine_settings(model, load_weights=True)
     with peers(settings, settings) as engines:
@@ -122,6 +121,7 @@ def test_seeded_generation_repeats_in_a_fresh_process(model: Path) -> None:
             assert (one["token_ids"], one["logprobs"]) == (other["token_ids"], other["logprobs"])
 
 
+@pytest.mark.slow
 def test_engine_samples_nothing_before_its_first_version_and_leaves_nothing_behind(
     tiny_model_dir: Callable[[Family], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

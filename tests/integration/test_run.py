@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import runs
+from sync_peers import engine_settings, peers
 
 from slurm_grpo.checkpoint_dirs import complete_steps
 from slurm_grpo.errors import ExitCode
@@ -159,7 +160,7 @@ def test_a_run_trains_and_leaves_everything_the_readme_promises(
 
 
 def assert_export_matches(run: RunDir) -> None:
-    """transformers loads the export, whose logits have moved, but not far."""
+    """transformers and vLLM load the export and agree; its logits have moved, but not far."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -171,7 +172,10 @@ def assert_export_matches(run: RunDir) -> None:
     ids = torch.tensor([[*episode.prompt.token_ids, *episode.completion.token_ids]]).long()
     with torch.no_grad():
         moved = (model(ids).logits - start(ids).logits).abs().max()
+        odds = model(ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[0, :, 0]
     assert 1e-3 < moved < 10
+    with peers(engine_settings(path, load_weights=True)) as (engine,):
+        assert np.allclose(engine.call("probe", token_ids=ids[0].tolist()), odds, atol=1e-4)
 
 
 def read_config(run: RunDir) -> dict[str, Any]:

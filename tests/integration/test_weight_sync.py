@@ -14,7 +14,7 @@ import torch
 from sync_peers import Peer, PeerError, engine_settings, peers, sync
 from tiny_models import Family, make_tiny_model
 
-pytestmark = pytest.mark.slow
+SLOW = pytest.mark.slow
 
 PROBE = [256, *range(40, 110, 3), 256, *range(60, 90)]
 
@@ -39,7 +39,9 @@ def assert_serves(engine: Peer, model: Path) -> None:
     assert difference.max() < 1e-4
 
 
-@pytest.mark.parametrize("family", ["llama", "llama_untied", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama", pytest.param("llama_untied", marks=SLOW), pytest.param("qwen3", marks=SLOW)]
+)
 def test_engine_serves_each_version_it_was_sent(
     family: Family, tiny_model_dir: TinyModel, tmp_path: Path
 ) -> None:
@@ -50,6 +52,7 @@ def test_engine_serves_each_version_it_was_sent(
             assert_serves(engine, model)
 
 
+@pytest.mark.slow
 def test_two_engines_follow_one_sender_and_the_survivor_goes_on_after_the_other_is_killed(
     tiny_model_dir: TinyModel, tmp_path: Path
 ) -> None:
@@ -77,6 +80,7 @@ def test_two_engines_follow_one_sender_and_the_survivor_goes_on_after_the_other_
         assert_serves(first, models[1])
 
 
+@pytest.mark.slow
 def test_stopped_receiver_costs_the_sender_no_more_than_its_deadline(
     tiny_model_dir: TinyModel, tmp_path: Path
 ) -> None:
@@ -125,6 +129,7 @@ def test_damaged_bucket_is_refused_by_name_and_the_version_can_be_sent_again(
         assert_serves(engine, models[1])
 
 
+@pytest.mark.slow
 def test_weights_of_another_shape_fail_to_load_and_the_right_ones_then_load(
     tiny_model_dir: TinyModel, tmp_path: Path
 ) -> None:
@@ -164,6 +169,7 @@ def test_update_in_the_middle_of_a_generation_shows_as_version_spans(
     assert n_mixed >= 2
 
 
+@pytest.mark.slow
 def test_prefix_cached_under_old_weights_is_not_used_under_new_ones(
     tiny_model_dir: TinyModel, tmp_path: Path
 ) -> None:
@@ -182,6 +188,7 @@ def test_prefix_cached_under_old_weights_is_not_used_under_new_ones(
                 np.testing.assert_allclose(completion["logprobs"], expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_engine_receives_with_every_worker(
     tiny_model_dir: TinyModel, tmp_path: Path
 ) -> None:
