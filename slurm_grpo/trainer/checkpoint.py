@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 
 from slurm_grpo.checkpoint_dirs import COMPLETE, complete_steps, partial
 from slurm_grpo.errors import StorageError
@@ -34,7 +37,7 @@ def save_checkpoint(run: RunDir, step: int, learner: Learner) -> None:
     """Write the checkpoint of `step`; complete when this returns. Raises StorageError."""
     path = run.checkpoint(step)
     work = partial(path)
-    with storage_errors("write a checkpoint to", work):
+    with storage_errors("write a checkpoint to", work), _dcp_errors("write a checkpoint to", work):
         _lead_alone(lambda: _fresh(work))
         state_dict_saver.save(_state(learner), checkpoint_id=str(work))
         _lead_alone(lambda: _finish(work, path, json.dumps({"step": step}).encode()))
@@ -46,7 +49,7 @@ def load_checkpoint(run: RunDir, step: int, learner: Learner) -> None:
     """
     path = run.checkpoint(step)
     state = _state(learner)
-    with storage_errors("read the checkpoint", path):
+    with storage_errors("read the checkpoint", path), _dcp_errors("read the checkpoint", path):
         state_dict_loader.load(state, checkpoint_id=str(path))
     if state["step"] != step:
         raise StorageError(
@@ -96,6 +99,16 @@ def _state(learner: Learner) -> dict[str, Any]:
         "step": learner.step,
         "rng": torch.get_rng_state(),
     }
+
+
+@contextmanager
+def _dcp_errors(operation: str, path: Path) -> Iterator[None]:
+    """DCP wraps a full disk and the like in a BaseException, which no handler of ours would see."""
+    try:
+        yield
+    except CheckpointException as error:
+        reasons = {str(failure[0]) for failure in error.failures.values()}
+        raise StorageError(f"{operation} {path}: {'; '.join(sorted(reasons))}.") from error
 
 
 def _lead_alone(action: Any) -> None:
