@@ -110,12 +110,15 @@ class PolicyGroup:
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.timeout = timedelta(seconds=remaining_s)
+        ends = time.monotonic() + remaining_s
         watcher = _watch(self._group, remaining_s) if self.device.type == "cuda" else None
         try:
             work = self._group.broadcast([tensor], options)
         except RuntimeError as error:
+            if watcher is not None:
+                watcher.cancel()
             raise self._failure("starting a broadcast", error) from error
-        broadcast = Broadcast(self, work, tensor, watcher, remaining_s)
+        broadcast = Broadcast(self, work, tensor, watcher, remaining_s, ends)
         self._pending.append(broadcast)
         return broadcast
 
@@ -165,12 +168,14 @@ class Broadcast:
         tensor: Tensor,
         watcher: threading.Timer | None,
         limit_s: float,
+        ends: float,
     ) -> None:
         self._group = group
         self._work = work
         self._tensor = tensor
         self._watcher = watcher
         self._limit_s = limit_s
+        self._ends = ends  # on time.monotonic's clock
 
     def wait(self) -> None:
         """Block until the operation is done; raises SyncError or DeadlineExceeded."""
@@ -182,7 +187,8 @@ class Broadcast:
         except RuntimeError as error:
             raise self._group._failure("a broadcast", error, self._limit_s) from error
         finally:
-            aborted = self._watcher is not None and self._watcher.finished.is_set()
+            # By the clock: the operation ends before the watcher's abort has returned.
+            aborted = self._watcher is not None and time.monotonic() >= self._ends
             if self._watcher is not None:
                 self._watcher.cancel()
             self._group._finished(self)
