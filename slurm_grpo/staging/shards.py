@@ -13,7 +13,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -206,8 +206,8 @@ def quarantine_shard(run: RunDir, path: str, reason: str) -> Path:
     with storage_errors("create", target.parent):
         target.parent.mkdir(exist_ok=True)
     write_durably(target.with_suffix(".reason.txt"), f"{reason}\n".encode())
-    with storage_errors("move to quarantine", source):
-        os.rename(source, target)
+    with storage_errors("move to quarantine", source), suppress(FileNotFoundError):
+        os.rename(source, target)  # a shard may be refused for being missing
     sync_directory(source.parent)
     logger.warning("quarantined %s: %s", path, reason)
     return target
