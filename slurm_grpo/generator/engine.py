@@ -208,10 +208,6 @@ class Engine:
                 "weights. Install again."
             )
 
-    def leave_policy_group(self) -> None:
-        """Abandon the policy group; the next `receive` forms another."""
-        self._llm.collective_rpc("leave_policy_group")
-
     def probe_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token after the first, given the tokens before it; nats, at
         temperature 1.
@@ -274,9 +270,11 @@ def _completion(output: Any, t_submit: float) -> Completion:
     sampled = output.outputs[0]
     if sampled.finish_reason not in _FINISH_REASONS:
         raise ValueError(f"vLLM ended a request with the unknown reason {sampled.finish_reason!r}")
-    versions = np.empty(len(sampled.token_ids), dtype=np.int32)
+    versions = np.full(len(sampled.token_ids), -1, dtype=np.int32)
     for span in sampled.weight_versions or ():
         versions[span.start : span.end] = int(span.version)
+    if (versions < 0).any():
+        raise ValueError(f"vLLM labelled no weight version on some tokens: {versions.tolist()}")
     to_unix = time.time() - time.monotonic()
     return Completion(
         token_ids=np.asarray(sampled.token_ids, dtype=np.int32),

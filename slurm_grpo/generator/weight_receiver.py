@@ -244,7 +244,6 @@ class PolicyWorkerExtension:
     """
 
     weight_transfer_engine: PolicyWeightTransfer
-    _weight_update_active: bool
 
     def receive_policy(self, init_info: dict[str, Any], version: int) -> dict[str, Any]:
         """Join the epoch's group if necessary and receive `version` into staging."""
@@ -273,10 +272,6 @@ class PolicyWorkerExtension:
         ) as error:
             return {"error": f"{type(error).__name__}: {error}", "deadline": False}
         return {"load_s": time.monotonic() - started}
-
-    def leave_policy_group(self) -> None:
-        """Abandon the policy group, if in one."""
-        self.weight_transfer_engine.shutdown()
 
 
 @contextmanager
