@@ -172,9 +172,8 @@ class Learner:
         order = torch.arange(n_tokens, device=self.device)
         positions = torch.cat([order, order.new_zeros(pad)])
         # Causal order alone keeps the padding out of sight.
-        mask = build_pack_mask(
-            torch.zeros_like(inputs), torch.zeros_like(inputs), ((0, n_tokens + pad),)
-        )
+        one_group = torch.zeros_like(inputs, dtype=torch.int32)  # as packs: one kernel
+        mask = build_pack_mask(one_group, one_group, ((0, n_tokens + pad),))
         parts: list[Tensor] = []
 
         def keep(logprobs_C: Tensor, entropy_C: Tensor, start: int, stop: int) -> Tensor:
