@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from slurm_grpo.control.weight_layout import Metadata
 from slurm_grpo.trainer import titan
 from slurm_grpo.trainer.model import units
-
-HfMetadata = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
 
 @torch.no_grad()
@@ -32,11 +31,9 @@ def iter_hf_layers(
         yield list(adapter.to_hf(whole).items())
 
 
-def hf_metadata(
-    model: nn.Module, adapter: titan.StateDictAdapter, dtype: torch.dtype
-) -> HfMetadata:
+def hf_metadata(model: nn.Module, adapter: titan.StateDictAdapter, dtype: torch.dtype) -> Metadata:
     """(name, dtype, full shape) of what `iter_hf_layers` yields, in its order; moves no data."""
-    rows: HfMetadata = []
+    rows: Metadata = []
     for unit in units(model):
         shapes = {
             name: torch.empty(tensor.shape, dtype=dtype, device="meta")
