@@ -133,7 +133,7 @@ class Scorer:
             else:
                 problem = json.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
-            problem = f"its process ended while importing it (exit code {self._process.wait()})"
+            problem = f"its process ended while importing it (exit code {self._stop()})"
         if problem is not None:
             self._stop()
             raise ConfigError(
