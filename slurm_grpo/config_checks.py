@@ -47,7 +47,7 @@ _SHARE = _Range(lambda x: 0 <= x <= 1, "between 0 and 1")
 _BELOW_ONE = _Range(lambda x: 0 <= x < 1, "at least 0 and below 1")
 
 _RANGES: dict[str, _Range] = {
-    "run.seed": _at_least(0),
+    "run.seed": _Range(lambda x: 0 <= x < 2**32, "at least 0 and below 2**32"),
     "run.steps": _at_least(1),
     "task.scorer.timeout_s": _POSITIVE,
     "task.scorer.max_errors": _at_least(0),
@@ -60,6 +60,7 @@ _RANGES: dict[str, _Range] = {
     "algorithm.clip_low": _Range(lambda x: 0 < x < 1, "between 0 and 1, such as 0.2"),
     "algorithm.clip_high": _Range(lambda x: x > 0, "more than 0, such as 0.28"),
     "algorithm.max_staleness": _at_least(0),
+    "algorithm.max_dropped_per_step": _at_least(0),
     "generator.sampling.temperature": _Range(
         lambda x: x > 0, "more than 0: greedy episodes of a group would all be the same"
     ),
@@ -239,12 +240,21 @@ def _model(cfg: Config) -> Iterator[Finding]:
     for problem in problems:
         yield Finding(keys=("model.path",), text=f"model.path: {problem}")
     if not problems:
-        longest = model_support.read_model_shape(cfg.model.path).max_position_embeddings
+        shape = model_support.read_model_shape(cfg.model.path)
+        longest = shape.max_position_embeddings
         if cfg.generator.engine.max_model_len > longest:
             yield Finding(
                 keys=("generator.engine.max_model_len", "model.path"),
                 text=f"generator.engine.max_model_len: {cfg.generator.engine.max_model_len} given; "
                 f"this model has {longest} positions (max_position_embeddings). Lower it.",
+            )
+        width = cfg.generator.engine.tensor_parallel
+        if shape.n_heads % width or (shape.n_kv_heads % width and width % shape.n_kv_heads):
+            yield Finding(
+                keys=("generator.engine.tensor_parallel", "model.path"),
+                text=f"generator.engine.tensor_parallel: {width} cannot split this model's "
+                f"{shape.n_heads} attention and {shape.n_kv_heads} key/value heads evenly. "
+                "Choose a divisor of both.",
             )
 
 
