@@ -25,7 +25,7 @@ from slurm_grpo import proctree
 from slurm_grpo.analysis.plots import plot_reward
 from slurm_grpo.attempt import AttemptRecord, RunLock, take_attempt
 from slurm_grpo.config import Config
-from slurm_grpo.control.messages import LEADER
+from slurm_grpo.control.messages import LEADER, parse_peer
 from slurm_grpo.control.scheduler import Scheduler
 from slurm_grpo.control.server import ControlServer
 from slurm_grpo.display import Display, RunState, make_display, show_end
@@ -201,7 +201,7 @@ class Supervisor:
             self._start(f"engine-{engine}")
 
     def _start(self, peer: str) -> None:
-        role, index = _split(peer)
+        role, index = parse_peer(peer)
         incarnation = self._incarnations.get(peer, -1) + 1
         self._incarnations[peer] = incarnation
         with self._server.locked() as scheduler:
@@ -262,7 +262,7 @@ class Supervisor:
         with self._server.locked() as scheduler:
             finished = scheduler.finished
             for peer in codes:
-                role, index = _split(peer)
+                role, index = parse_peer(peer)
                 if role == "engine":
                     scheduler.engine_exited(index, now)
                 else:
@@ -435,11 +435,6 @@ def last_words(path: Path) -> str:
     starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
     start = starts[-1] if starts else len(lines) - _TAIL_LINES // 3
     return "\n".join(lines[max(start, len(lines) - _TAIL_LINES, 0) :])
-
-
-def _split(peer: str) -> tuple[str, int]:
-    role, _, index = peer.rpartition("-")
-    return role, int(index)
 
 
 def _describe(code: int) -> str:

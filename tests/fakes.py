@@ -93,7 +93,7 @@ def fake_trainer(context: RoleContext, orders: dict[str, Any]) -> None:
     metrics = MetricsWriter(context.run.metrics_file("trainer"), attempt=context.attempt)
     client.send("trainer_store", address=STORE)
     client.send("progress", phase="first weights")
-    client.send("begin", version=0, next_group=0, n_dropped=0, available=[])
+    client.send("begin", next_group=0, n_dropped=0, consumed=[], available=[])
     hand_over(context, 0)
     metrics.log(0, {"eval/held_out/accuracy": 0.25, "eval/held_out/reward": 0.25})
     for step in range(1, cfg.run.steps + 1):

@@ -29,7 +29,7 @@ T = TypeVar("T")
 View = dict[str, Any]
 
 HEARTBEAT_S = 1.0
-"""Seconds between heartbeats; SLURM_GRPO_HEARTBEAT_S replaces it."""
+"""Seconds between heartbeats."""
 CLOSE_S = 2.0
 """Longest wait for confirmations when closing."""
 MAX_LISTED = 8
@@ -94,7 +94,6 @@ class ControlClient:
             peer=os.environ["SLURM_GRPO_PEER"],
             incarnation=int(os.environ["SLURM_GRPO_INCARNATION"]),
             address=os.environ.get("SLURM_GRPO_CONTROL"),
-            heartbeat_s=float(os.environ.get("SLURM_GRPO_HEARTBEAT_S", HEARTBEAT_S)),
         )
 
     @property

@@ -54,10 +54,6 @@ def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _name(value: Any) -> bool:
-    return isinstance(value, str) or _count(value)
-
-
 def _anything(value: Any) -> bool:
     return True
 
@@ -94,7 +90,7 @@ ENGINE_MESSAGES: Mapping[str, Mapping[str, Check]] = {
     "installed": {"version": _count},
     "announce": {"shard": _shard},
     "eval_result": {
-        "eval_id": _name,
+        "eval_id": _text,
         "start": _count,
         "stop": _count,
         "n": _count,
@@ -107,18 +103,21 @@ ENGINE_MESSAGES: Mapping[str, Mapping[str, Check]] = {
 LEADER_MESSAGES: Mapping[str, Mapping[str, Check]] = {
     **_ANY_ROLE,
     "trainer_store": {"address": _text},
-    "begin": {"version": _count, "next_group": _count, "n_dropped": _count, "available": _shards},
+    "begin": {
+        "next_group": _count,
+        "n_dropped": _count,
+        "consumed": _counts,
+        "available": _shards,
+    },
     "open_door": {"version": _count, "store": _text},
     "sync_failed": {"epoch": _count, "version": _count, "reason": _text},
     "commit": {"epoch": _count, "version": _count},
     "consumed": {"step": _count, "group_ids": _counts, "dropped": _counts},
     "lost": {"group_ids": _counts},
-    "evaluate": {"eval_id": _name, "version": _count, "n": _count},
+    "evaluate": {"eval_id": _text, "version": _count, "n": _count},
     "progress": {},
     "finish": {"status": _text},
 }
-OPTIONAL: Mapping[str, Mapping[str, Check]] = {"begin": {"consumed": _counts}}
-"""Keys that may be absent, by kind."""
 
 
 def check_message(peer: str, kind: str, body: Any) -> None:
@@ -141,11 +140,6 @@ def check_message(peer: str, kind: str, body: Any) -> None:
         if key not in body:
             raise MessageError(f"{peer}: {kind}: key {key!r} is missing.")
         if not check(body[key]):
-            raise MessageError(
-                f"{peer}: {kind}: {key} has the unusable value {str(body[key])[:200]!r}."
-            )
-    for key, check in OPTIONAL.get(kind, {}).items():
-        if key in body and not check(body[key]):
             raise MessageError(
                 f"{peer}: {kind}: {key} has the unusable value {str(body[key])[:200]!r}."
             )

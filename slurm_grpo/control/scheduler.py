@@ -9,7 +9,7 @@ in monotonic seconds, so that tests simulate time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -167,9 +167,9 @@ class Scheduler:
         self._assign()
 
     def _on_eval_result(
-        self, sender: _Engine, eval_id: str | int, start: int, stop: int, **sums: Any
+        self, sender: _Engine, eval_id: str, start: int, stop: int, **sums: Any
     ) -> None:
-        self._evaluations.result(sender.engine_id, str(eval_id), start, stop, sums)
+        self._evaluations.result(sender.engine_id, eval_id, start, stop, sums)
         self._touch(sender)
         self._assign()
 
@@ -182,11 +182,10 @@ class Scheduler:
     def _on_begin(
         self,
         sender: _Peer,
-        version: int,
         next_group: int,
         n_dropped: int,
+        consumed: list[int],
         available: list[Body],
-        consumed: Iterable[int] = (),
         **_: Any,
     ) -> None:
         self._assignment.begin(next_group, n_dropped, consumed, available)
@@ -233,10 +232,8 @@ class Scheduler:
         self._touch()
         self._assign()
 
-    def _on_evaluate(
-        self, sender: _Peer, eval_id: str | int, version: int, n: int, **_: Any
-    ) -> None:
-        self._evaluations.request(str(eval_id), version, n)
+    def _on_evaluate(self, sender: _Peer, eval_id: str, version: int, n: int, **_: Any) -> None:
+        self._evaluations.request(eval_id, version, n)
         self._touch()
         self._assign()
 

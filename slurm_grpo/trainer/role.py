@@ -85,7 +85,6 @@ class TrainerLoop:
         self._picker = Picker(cfg, context.run, context.attempt, context.client, state)
         self._client.send(
             "begin",
-            version=self._start,
             next_group=state.next_group,
             n_dropped=state.n_dropped,
             consumed=sorted(g for g in state.consumed | state.dropped if g >= state.next_group),

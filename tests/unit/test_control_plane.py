@@ -81,7 +81,7 @@ def plane(tmp_path: Path) -> Iterator[Plane]:
 
 
 def begin(trainer: ControlClient) -> None:
-    trainer.send("begin", version=0, next_group=0, n_dropped=0, available=[])
+    trainer.send("begin", next_group=0, n_dropped=0, consumed=[], available=[])
 
 
 # The protocol

@@ -73,9 +73,10 @@ class Bench:
         body: dict[str, Any] = {
             "next_group": version * self.cfg.algorithm.groups_per_step,
             "n_dropped": 0,
+            "consumed": [],
             "available": [],
         }
-        self.tell(LEADER, "begin", version=version, **body | changes)
+        self.tell(LEADER, "begin", **body | changes)
 
     def start(self, engine: int) -> None:
         self.incarnations[engine] += 1
@@ -632,7 +633,7 @@ def test_a_replaced_incarnation_is_told_to_stop() -> None:
         ("engine-0", "at_door", {"epoch": -1, "version": 0}, "epoch has the unusable value '-1'"),
         ("engine-0", "installed", {"version": True}, "version has the unusable value 'True'"),
         ("engine-0", "announce", {"shard": {"path": "x"}}, "shard has the unusable value"),
-        (LEADER, "begin", {"version": 0}, "begin: key 'next_group' is missing"),
+        (LEADER, "begin", {"n_dropped": 0}, "begin: key 'next_group' is missing"),
         (LEADER, "consumed", {"step": 1, "group_ids": ["a"], "dropped": []}, "group_ids has the"),
     ],
 )

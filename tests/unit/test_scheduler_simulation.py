@@ -255,7 +255,7 @@ class Simulation:
         self.later(0, self.trainer_beats)
         self.trainer_sends(
             "begin",
-            version=self.start,
+            consumed=[],
             next_group=self.start * GROUPS_PER_STEP,
             n_dropped=0,
             available=self.available,
