@@ -65,13 +65,13 @@ def write_durably(path: Path, data: bytes, *, mode: int = 0o644) -> None:
         sync_directory(path.parent)
 
 
-def link_durably(path: Path, data: bytes, *, mode: int = 0o644) -> bool:
+def link_durably(path: Path, data: bytes) -> bool:
     """Make `path` hold `data` unless it exists; False if it exists with other bytes.
 
     Existing with the same bytes is success: an NFS client that repeats a lost request is answered
     EEXIST for its own link. Raises StorageError.
     """
-    with _temporary(path, data, mode) as temporary:
+    with _temporary(path, data, 0o644) as temporary:
         with storage_errors("link into place", path):
             try:
                 os.link(temporary, path)

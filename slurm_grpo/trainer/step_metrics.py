@@ -25,7 +25,6 @@ class EpisodeStats:
     staleness: list[int] = field(default_factory=list)
     group_spread: list[float] = field(default_factory=list)  # per group: max - min reward
     n_errors: int = 0
-    n_prompt_tokens: int = 0
     t_submit: float = float("inf")
     t_finish: float = float("-inf")
 
@@ -51,7 +50,6 @@ def condense(groups: Sequence[Group], step: int) -> EpisodeStats:
         staleness=[step - 1 - e.oldest_version for e in episodes],
         group_spread=spreads,
         n_errors=len(episodes) - len(scored),
-        n_prompt_tokens=sum(len(group[0].prompt.token_ids) for group in groups),
         t_submit=min((e.completion.t_submit for e in episodes), default=float("inf")),
         t_finish=max((e.completion.t_finish for e in episodes), default=float("-inf")),
     )
