@@ -367,9 +367,14 @@ def _build_llm_engine(cfg: Config, seed: int, load_format: str) -> LLMEngine:
     engine = cfg.generator.engine
     if engine.tensor_parallel == 1:
         _register_model_class(cfg.model.path)
-    memory: dict[str, Any] = {"gpu_memory_utilization": engine.gpu_memory_utilization}
     if current_platform.is_cpu():
-        memory = {"kv_cache_memory_bytes": int(engine.kv_cache_gib * 2**30)}
+        memory: dict[str, Any] = {"kv_cache_memory_bytes": int(engine.kv_cache_gib * 2**30)}
+    else:
+        # Versions arrive whole beside the model: that much must not become KV cache.
+        files = Path(cfg.model.path).glob("model*.safetensors")
+        staging = sum(f.stat().st_size for f in files) * (2 if engine.dtype == "float32" else 1)
+        share = staging / current_platform.get_device_total_memory()
+        memory = {"gpu_memory_utilization": engine.gpu_memory_utilization - share}
     args = EngineArgs(
         model=cfg.model.path,
         load_format=load_format,
