@@ -110,7 +110,7 @@ def check(cfg: Config, *, skip: Collection[str] = ()) -> list[Finding]:
     """Every broken rule that involves none of the keys in `skip` (those are known to be wrong)."""
     findings = []
     for key, rule in _RANGES.items():
-        if not rule.holds(value := _get(cfg, key)):
+        if not rule.holds(value := get(cfg, key)):
             findings.append(
                 Finding(keys=(key,), text=f"{key}: {value} given; expected {rule.expected}.")
             )
@@ -123,7 +123,8 @@ def check(cfg: Config, *, skip: Collection[str] = ()) -> list[Finding]:
     return findings
 
 
-def _get(cfg: Config, key: str) -> Any:
+def get(cfg: Config, key: str) -> Any:
+    """The value under a dotted key."""
     value: Any = cfg
     for name in key.split("."):
         value = getattr(value, name)

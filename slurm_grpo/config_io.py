@@ -132,14 +132,6 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def get(cfg: Config, key: str) -> Any:
-    """The value under a dotted key."""
-    value: Any = cfg
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
 def _with(section: Any, key: str, value: Any) -> Any:
     """A copy of a (nested) dataclass with the value under a dotted key replaced."""
     name, _, rest = key.partition(".")
@@ -250,7 +242,7 @@ def _resolve_paths(
         directory = _module_dir(cfg.task.scorer.name, [file.absolute().parent, here, *extra])
         cfg = _with(cfg, "task.scorer.module_dir", directory)
     for key in (*_DATA_PATHS, *_OTHER_PATHS):
-        value = get(cfg, key)
+        value = config_checks.get(cfg, key)
         if not value or (key == "cluster.python" and "/" not in value):
             continue
         base = file.absolute().parent if key in _DATA_PATHS and key not in flags else here
