@@ -14,7 +14,7 @@ from typing import Any
 from slurm_grpo.config import Config
 
 CHUNK = 32
-SUMS = ("n", "n_correct", "reward_sum", "n_tokens", "n_truncated")
+SUMS = ("n", "n_judged", "n_correct", "reward_sum", "n_tokens", "n_truncated")
 
 
 @dataclass(slots=True)

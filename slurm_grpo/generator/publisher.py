@@ -195,6 +195,8 @@ class Publisher:
             start=item.start,
             stop=item.stop,
             n=len(results),
+            # A scorer may know no right answers, only rewards.
+            n_judged=sum("correct" in result.parts for result in results),
             n_correct=sum(result.parts.get("correct", 0.0) == 1.0 for result in results),
             reward_sum=float(sum(result.reward for result in results)),
             n_tokens=sum(len(c.token_ids) for c in completions),

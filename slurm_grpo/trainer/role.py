@@ -236,12 +236,13 @@ class TrainerLoop:
                 break
         n = result["n"]
         row = {
-            "eval/held_out/accuracy": result["n_correct"] / n,
             "eval/held_out/reward": result["reward_sum"] / n,
             "eval/held_out/length_mean": result["n_tokens"] / n,
             "eval/held_out/truncation_rate": result["n_truncated"] / n,
             "eval/held_out/n": n,
         }
+        if result["n_judged"]:
+            row["eval/held_out/accuracy"] = result["n_correct"] / n
         self._write(step, row)
         self._progress("training", **row)
 

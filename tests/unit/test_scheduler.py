@@ -453,7 +453,8 @@ def finish_chunks(bench: Bench, engine: int) -> int:
     chunks = bench.view(engine)["evals"]
     for chunk in chunks:
         n = chunk["stop"] - chunk["start"]
-        sums = {"n": n, "n_correct": 1, "reward_sum": 0.5, "n_tokens": 2 * n, "n_truncated": 0}
+        sums = {"n": n, "n_judged": n, "n_correct": 1, "reward_sum": 0.5}
+        sums |= {"n_tokens": 2 * n, "n_truncated": 0}
         bench.tell(f"engine-{engine}", "eval_result", **chunk, **sums)
     return len(chunks)
 
@@ -470,6 +471,7 @@ def test_an_evaluation_is_split_and_a_dead_engines_chunks_are_done_by_another() 
         "before": {
             "version": 0,
             "n": 128,
+            "n_judged": 128,
             "n_correct": 4,
             "reward_sum": 2.0,
             "n_tokens": 256,

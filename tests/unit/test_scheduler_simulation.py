@@ -145,7 +145,14 @@ class Engine:
         if self.alive:
             n = chunk["stop"] - chunk["start"]
             self.send(
-                "eval_result", **chunk, n=n, n_correct=n, reward_sum=1.0, n_tokens=n, n_truncated=0
+                "eval_result",
+                **chunk,
+                n=n,
+                n_judged=n,
+                n_correct=n,
+                reward_sum=1.0,
+                n_tokens=n,
+                n_truncated=0,
             )
 
 
