@@ -165,7 +165,7 @@ class ControlClient:
                     else:
                         raise DeadlineExceeded(
                             f"{self._peer}: waited {timeout_s:g} s for {what}. "
-                            f"{_who_is_missing(view)}Start with {self._supervisor_log}"
+                            f"{who_is_missing(view)}Start with {self._supervisor_log}"
                         )
 
     def wait_for_change(self, view: View, timeout_s: float) -> bool:
@@ -315,7 +315,7 @@ class ControlClient:
             self._changed.notify_all()
 
 
-def _who_is_missing(view: View) -> str:
+def who_is_missing(view: View) -> str:
     """The engines behind a wait of the trainer, those not heard from for longest first; empty for
     others' views.
     """

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurm_grpo.config import Config
-from slurm_grpo.control.client import ControlClient
+from slurm_grpo.control.client import ControlClient, who_is_missing
 from slurm_grpo.errors import DeadlineExceeded, ShardError, SlurmGrpoError
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging.manifest import Manifest, ResumeState, publish_manifest
@@ -178,9 +178,8 @@ class Picker:
             )
         waited = now - (self._waiting_since or now)
         if waited > self._cfg.trainer.wait_for_groups_s:
-            engines = self._client.view["engines"]
             raise DeadlineExceeded(
                 f"step {step}: {n_there} of {algorithm.groups_per_step} groups after "
-                f"{waited:.0f} s. Engines: {engines}. Start with the engine logs in "
+                f"{waited:.0f} s. {who_is_missing(self._client.view)}Start with the engine logs in "
                 f"attempts/{self._attempt}/, or raise trainer.wait_for_groups_s."
             )
