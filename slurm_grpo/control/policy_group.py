@@ -217,7 +217,7 @@ def _build_gloo(store: Store, rank: int, world_size: int, timeout: timedelta) ->
 def _build_nccl(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
-    options._timeout = timeout
+    options._timeout = 2 * timeout  # our watcher comes first
     with _environment(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
     ):  # else a failure tears the whole process down
