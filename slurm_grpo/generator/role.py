@@ -205,6 +205,9 @@ class GeneratorLoop:
                 "generator/received_bytes": received.n_bytes,
             },
         )
+        # The probe took a step, in which the last completions may have finished: nothing else would
+        # hand those over before new work comes.
+        self._step()
 
     def _await(
         self, key: tuple[int, int], ready: Any, what: str, *, or_no_door: bool = False
