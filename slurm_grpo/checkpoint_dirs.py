@@ -1,4 +1,5 @@
-"""Which checkpoints of a run are complete. Directory names only: no torch, so anybody may ask.
+"""Which checkpoints of a run are complete, and which one each attempt started from. No torch, so
+that anybody may ask.
 
 A checkpoint is written into `<name>.partial`, marked COMPLETE, then renamed; anything else was cut
 short.
@@ -9,6 +10,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from slurm_grpo.errors import ShardError
+from slurm_grpo.fsio import read_whole
 from slurm_grpo.rundir import RunDir
 
 COMPLETE = "COMPLETE"
@@ -35,3 +38,17 @@ def latest_complete(run: RunDir) -> int | None:
     """Step of the newest complete checkpoint, None if there is none."""
     steps = complete_steps(run)
     return steps[-1] if steps else None
+
+
+def read_resumed_from(run: RunDir) -> dict[int, int]:
+    """The starting step of every attempt that got as far as writing it; others made nothing."""
+    starts: dict[int, int] = {}
+    for attempt in run.attempt_numbers():
+        path = run.attempt(attempt).resumed_from
+        if not path.exists():
+            continue
+        text = read_whole(path).decode(errors="replace").strip()
+        if not re.fullmatch(r"\d+", text):
+            raise ShardError(f"{path}: expected a step number, found {text[:40]!r}.")
+        starts[attempt] = int(text)
+    return starts

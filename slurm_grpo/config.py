@@ -52,7 +52,7 @@ class ScorerConfig:
     timeout_s: float = 5.0
     """Seconds one episode's scoring may take before it is marked as an error."""
     max_errors: int = 64
-    """Episodes that may fail to score, over the whole attempt, before the run fails."""
+    """Episodes that may fail to score in one engine process before the run fails."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,8 +22,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from slurm_grpo.checkpoint_dirs import read_resumed_from
 from slurm_grpo.config import Config
-from slurm_grpo.metrics import Row, parse_rows, resumed_steps, valid_rows
+from slurm_grpo.metrics import Row, parse_rows, valid_rows
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.summary import PHASES, Summary, evaluations
 
@@ -91,7 +92,7 @@ class StepFeed:
             return False
         self._offset += len(whole)
         self._all += parse_rows(whole.decode(errors="replace"))
-        self.rows = valid_rows(self._all, resumed_steps(self._run))
+        self.rows = valid_rows(self._all, read_resumed_from(self._run))
         return True
 
     @property

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from slurm_grpo.checkpoint_dirs import read_resumed_from
 from slurm_grpo.config import Config
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.rundir import RunDir
@@ -91,15 +92,9 @@ def valid_rows(rows: Iterable[Row], resumed_from: Mapping[int, int]) -> list[Row
     return sorted(kept, key=lambda row: (row["step"], row["attempt"]))
 
 
-def resumed_steps(run: RunDir) -> dict[int, int]:
-    """The step each attempt started from; attempts that ended before they started are left out."""
-    paths = {attempt: run.attempt(attempt).resumed_from for attempt in run.attempt_numbers()}
-    return {attempt: int(path.read_text()) for attempt, path in paths.items() if path.exists()}
-
-
 def read_run_metrics(run: RunDir, process: str) -> list[Row]:
     """The valid rows of one process of a run (`trainer`, `generator-0`)."""
-    return valid_rows(read_metrics(run.metrics_file(process)), resumed_steps(run))
+    return valid_rows(read_metrics(run.metrics_file(process)), read_resumed_from(run))
 
 
 class WandbLogger:

@@ -369,9 +369,12 @@ class Supervisor:
                 self._ask_to_leave(reason)
         finally:
             self._kill_all()
-            while self._steps:
+            deadline = time.monotonic() + MAX_END_S
+            while self._steps and time.monotonic() < deadline:
                 self._signals.wait(0.05)
                 self._reap()
+            for peer, step in self._steps.items():  # in a system call that never returns
+                log.error("%s, pid %d, does not die; its log: %s", peer, step.pid, step.spec.log)
 
     def _ask_to_leave(self, reason: str) -> None:
         with self._server.locked() as scheduler:
@@ -408,6 +411,9 @@ class Supervisor:
             plot_reward(self._run, path)
         except ModuleNotFoundError as error:
             return f"needs {error.name}: pip install matplotlib"
+        except (OSError, ValueError, RuntimeError) as error:
+            log.exception("no picture")
+            return f"none: {error}"  # a run that is done stays done
         return str(path)
 
     def _note(self, text: str) -> None:

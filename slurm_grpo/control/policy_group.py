@@ -25,6 +25,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from slurm_grpo.errors import DeadlineExceeded, SlurmGrpoError, SyncError
 
+FORMING_S = 30.0
+"""Longest wait for the other members of a group: all of them are at the door when it is formed."""
+
 
 def host_address() -> str:
     """This host's address towards the run's other hosts: SLURM_GRPO_HOST_ADDRESS if it is set, else
@@ -78,7 +81,11 @@ class PolicyGroup:
         timeout = timedelta(seconds=timeout_s)
         try:
             store = TCPStore(
-                host, int(port), is_master=False, wait_for_workers=False, timeout=timeout
+                host,
+                int(port),
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=min(timeout_s, FORMING_S)),
             )
             prefix = PrefixStore(f"epoch{epoch}", store)
             build = _build_nccl if device.type == "cuda" else _build_gloo

@@ -28,6 +28,7 @@ from slurm_grpo.types import Completion, FinishReason, Prompt
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
+_CACHE_PREFIX = "slurm_grpo_engine_"
 _FINISH_REASONS: dict[str, FinishReason] = {
     "stop": "stop",
     "length": "length",
@@ -337,10 +338,19 @@ def _prepare_environment(eager: bool) -> Path | None:
     ]
     if not unset:
         return None
-    directory = Path(tempfile.mkdtemp(prefix="slurm_grpo_engine_"))
+    _sweep_caches()
+    directory = Path(tempfile.mkdtemp(prefix=f"{_CACHE_PREFIX}{os.getpid()}_"))
     for name in unset:
         os.environ[name] = str(directory / name.lower())
     return directory
+
+
+def _sweep_caches() -> None:
+    """Remove the caches of this user's engines that were killed on this host."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{_CACHE_PREFIX}*_*"):
+        pid = directory.name.removeprefix(_CACHE_PREFIX).partition("_")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _register_model_class(model_path: str) -> None:

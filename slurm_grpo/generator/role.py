@@ -68,7 +68,8 @@ class GeneratorLoop:
             cfg, context.run, context.client, self._shard_header(context), self._metrics
         )
         self._held_out = self._source.eval_prompts(cfg.evaluation.n_prompts)
-        self._probe = self._render(self._source.train_prompt(0)).token_ids[:PROBE_TOKENS].tolist()
+        probe = self._render(self._source.train_prompt(0)).token_ids[:PROBE_TOKENS].tolist()
+        self._probe = probe if len(probe) > 1 else probe * 2  # the first token has no odds
         self._admitted: set[Order] = set()
         """Groups taken over; kept until they vanish from the view, which is when their shard was
         announced."""

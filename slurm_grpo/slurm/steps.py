@@ -10,6 +10,7 @@ killed step leaves a process behind. It knows nothing about what the processes d
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Protocol
 
 from slurm_grpo import proctree
+
+log = logging.getLogger(__name__)
 
 # Runs between fork and the role, in a fresh interpreter (a `preexec_fn` may deadlock once the
 # supervisor has threads). PR_SET_PDEATHSIG (1) survives exec; the parent may have died before it
@@ -98,9 +101,12 @@ class LocalStep:
             return None
         self._kill_session()
         self._code = self._process.wait()
-        temporary = self.spec.exit_file.with_suffix(".exit.tmp")
-        temporary.write_text(f"{self._code}\n")
-        temporary.replace(self.spec.exit_file)
+        try:
+            temporary = self.spec.exit_file.with_suffix(".exit.tmp")
+            temporary.write_text(f"{self._code}\n")
+            temporary.replace(self.spec.exit_file)
+        except OSError:  # the code is known all the same
+            log.exception("%s: exit code %d not written", self.spec.exit_file, self._code)
         return self._code
 
     def terminate(self) -> None:

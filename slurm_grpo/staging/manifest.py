@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from slurm_grpo.checkpoint_dirs import read_resumed_from
 from slurm_grpo.errors import ShardError
 from slurm_grpo.fsio import link_durably, read_whole, storage_errors, sweep_temporaries
 from slurm_grpo.rundir import RunDir
@@ -99,20 +100,6 @@ def read_manifest(path: Path) -> Manifest:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ShardError(f"manifest {path}: damaged: {type(error).__name__}: {error}.") from error
-
-
-def read_resumed_from(run: RunDir) -> dict[int, int]:
-    """The starting step of every attempt that got as far as writing it; others made nothing."""
-    starts: dict[int, int] = {}
-    for attempt in run.attempt_numbers():
-        path = run.attempt(attempt).resumed_from
-        if not path.exists():
-            continue
-        text = read_whole(path).decode(errors="replace").strip()
-        if not re.fullmatch(r"\d+", text):
-            raise ShardError(f"{path}: expected a step number, found {text[:40]!r}.")
-        starts[attempt] = int(text)
-    return starts
 
 
 def load_state(

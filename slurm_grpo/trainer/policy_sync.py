@@ -104,6 +104,19 @@ class PolicySync:
             "sync/probe_max_abs_diff": largest,
         }
 
+    def wait_installed(self, version: int) -> None:
+        """Wait until every engine that is up generates with `version`."""
+
+        def installed(view: dict[str, Any]) -> bool:
+            ready = [e for e in view["engines"].values() if e["state"] == "ready"]
+            return all(engine["version"] == version for engine in ready)
+
+        self._client.wait_for(
+            installed,
+            timeout_s=self._cfg.weight_sync.door_timeout_s,
+            what=f"engines to install version {version}",
+        )
+
     def _wait_for_probe_tokens(self) -> list[int]:
         """The token ids that engines report on; they say so once they are ready."""
         cluster, sync = self._cfg.cluster, self._cfg.weight_sync

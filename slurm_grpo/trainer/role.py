@@ -93,6 +93,13 @@ class TrainerLoop:
 
     def run(self) -> None:
         """Until the last step, a boundary stop, or an error."""
+        try:
+            self._train()
+        finally:
+            if self._wandb is not None:
+                self._wandb.close()  # the process ends without it, and rows would be lost
+
+    def _train(self) -> None:
         self._progress("first weights")
         self._send(self._start)
         self._evaluate(self._start)
@@ -120,6 +127,7 @@ class TrainerLoop:
     def _end(self) -> None:
         steps = self._cfg.run.steps
         if self._crew.leads:
+            self._policy.wait_installed(steps)
             self._policy.check_probe()
         self._save(steps)
         if self._cfg.trainer.checkpoint.export_hf:
@@ -266,8 +274,6 @@ class TrainerLoop:
 
     def _finish(self, status: str) -> None:
         if self._crew.leads:
-            if self._wandb is not None:
-                self._wandb.close()
             self._client.send("finish", status=status)
             # Before the other ranks may leave: one seen gone while the run is on has failed it.
             self._client.flush(self._cfg.cluster.heartbeat_timeout_s)

@@ -47,7 +47,7 @@ def condense(groups: Sequence[Group], step: int) -> EpisodeStats:
         parts=parts,
         lengths=[len(e.completion.token_ids) for e in episodes],
         truncated=[e.completion.finish_reason == "length" for e in episodes],
-        staleness=[step - 1 - e.oldest_version for e in episodes],
+        staleness=[step - 1 - e.oldest_version for e in episodes if len(e.completion.token_ids)],
         group_spread=spreads,
         n_errors=len(episodes) - len(scored),
         t_submit=min((e.completion.t_submit for e in episodes), default=float("inf")),
@@ -66,14 +66,15 @@ def combine(stats: Sequence[EpisodeStats]) -> dict[str, float]:
         "completion/length_mean": float(lengths.mean()),
         "completion/length_max": float(lengths.max()),
         "completion/truncation_rate": float(np.mean([t for s in stats for t in s.truncated])),
-        "staleness/min": float(staleness.min()),
-        "staleness/mean": float(staleness.mean()),
-        "staleness/max": float(staleness.max()),
         "generator/tokens_per_s": float(lengths.sum() / max(seconds, 1e-9)),
         "generator/generate_s": float(seconds),
         "episodes/n": float(len(lengths)),
         "episodes/n_errors": float(sum(s.n_errors for s in stats)),
     }
+    if len(staleness):
+        metrics["staleness/min"] = float(staleness.min())
+        metrics["staleness/mean"] = float(staleness.mean())
+        metrics["staleness/max"] = float(staleness.max())
     if len(rewards):
         metrics["reward/mean"] = float(rewards.mean())
         metrics["reward/std"] = float(rewards.std())
