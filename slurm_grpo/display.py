@@ -250,7 +250,7 @@ def show_end(run: RunDir, summary: Summary, console: Console, *, picture: str | 
     table.add_column()
     table.show_header = False
     for name, points in summary["eval"].items():
-        table.add_row(f"{name.replace('_', '-')} accuracy", _before_after(points))
+        table.add_row(f"{name.replace('_', '-')} {points['metric']}", _before_after(points))
     if summary["reward_last"] is not None:
         table.add_row(
             "training reward",

@@ -64,21 +64,29 @@ def build_summary(run: RunDir, cfg: Config, *, status: Status, error: str | None
     }
 
 
-def evaluations(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
-    """Accuracy of each evaluation set before the first step and after the last evaluated one."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        for key, value in row.items():
-            prefix, _, name = key.partition("/")
-            if prefix == "eval" and name.endswith("/accuracy") and value is not None:
-                found.setdefault(name.removesuffix("/accuracy"), []).append((row["step"], value))
-    return {
-        name: {
-            "before": points[0][1] if points[0][0] == 0 else None,
-            "after": points[-1][1] if points[-1][0] > 0 else None,
+def evaluation_keys(rows: Sequence[Row]) -> dict[str, str]:
+    """By evaluation set, the metric it is judged by: accuracy, or reward where the scorer calls
+    nothing right or wrong."""
+    keys: dict[str, str] = {}
+    for key in sorted({key for row in rows for key in row if key.startswith("eval/")}):
+        name, _, metric = key.removeprefix("eval/").rpartition("/")
+        if metric == "accuracy" or (metric == "reward" and name not in keys):
+            keys[name] = key
+    return keys
+
+
+def evaluations(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Of each evaluation set, its metric's value before the first step and after the last evaluated
+    one."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, key in evaluation_keys(rows).items():
+        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        found[name] = {
+            "metric": key.rpartition("/")[2],
+            "before": points[0][1] if points and points[0][0] == 0 else None,
+            "after": points[-1][1] if points and points[-1][0] > 0 else None,
         }
-        for name, points in found.items()
-    }
+    return found
 
 
 def _median(rows: Sequence[Row], key: str) -> float | None:

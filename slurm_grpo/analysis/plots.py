@@ -8,12 +8,13 @@ from pathlib import Path
 
 from slurm_grpo.metrics import Row, read_run_metrics
 from slurm_grpo.rundir import RunDir
+from slurm_grpo.summary import evaluation_keys
 
 _REWARD, _EVAL = "#2a78d6", "#c2571a"
 
 
 def plot_reward(run: RunDir, path: Path) -> None:
-    """Write a PNG of training reward and held-out accuracy over steps.
+    """Write a PNG of training reward and held-out accuracy (or reward) over steps.
 
     Raises ModuleNotFoundError without matplotlib.
     """
@@ -27,10 +28,10 @@ def plot_reward(run: RunDir, path: Path) -> None:
     axes = figure.subplots()
     axes.plot(steps, rewards, color=_REWARD, alpha=0.35, linewidth=1, label="training reward")
     axes.plot(steps, _smooth(rewards), color=_REWARD, linewidth=2, label="its mean of 5 steps")
-    for key in sorted({k for row in rows for k in row if k.endswith("/accuracy")}):
+    for name, key in evaluation_keys(rows).items():
         at, values = _series(rows, key)
-        name = key.removeprefix("eval/").removesuffix("/accuracy").replace("_", "-")
-        axes.plot(at, values, "o--", color=_EVAL, linewidth=1.2, label=f"{name} accuracy (greedy)")
+        label = f"{name.replace('_', '-')} {key.rpartition('/')[2]} (greedy)"
+        axes.plot(at, values, "o--", color=_EVAL, linewidth=1.2, label=label)
         for x, y in zip(at, values, strict=True):
             axes.annotate(
                 f"{y:.2f}",

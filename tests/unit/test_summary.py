@@ -64,7 +64,8 @@ def test_summary_of_a_resumed_run_counts_valid_steps_and_all_the_time(tmp_path: 
     assert written["status"] == "done"
     assert written["seed"] == 7
     assert written["steps"] == 4
-    assert written["eval"] == {"held_out": {"before": 0.25, "after": 0.75}}
+    expected = {"metric": "accuracy", "before": 0.25, "after": 0.75}
+    assert written["eval"] == {"held_out": expected}
     assert written["step_s_median"] == 3.5  # of 101, 2, 3, 4
     assert written["phase_s_median"] == {
         "wait": 5.0,
