@@ -58,15 +58,6 @@ class ReceiveResult:
     receive_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InstallResult:
-    """A version that the model now samples from."""
-
-    load_s: float
-    reset_ok: bool
-    """Whether the prefix cache was reset; always true, since a refusal raises."""
-
-
 @dataclass(kw_only=True, slots=True)
 class _Admitted:
     group_id: int
@@ -187,11 +178,11 @@ class Engine:
             receive_s=max(reply["receive_s"] for reply in replies),
         )
 
-    def install(self, version: int) -> InstallResult:
+    def install(self, version: int) -> float:
         """Load the staged version; running requests go on with it, their KV cache recomputed.
 
-        Raises SyncError when loading fails: the weights are then unusable, and nothing may be
-        sampled, until a later install succeeds.
+        Returns the seconds that loading took. Raises SyncError when loading fails: the weights are
+        then unusable, and nothing may be sampled, until a later install succeeds.
         """
         self.installed_version = None
         replies = self._llm.collective_rpc("install_policy", args=(version,))
@@ -199,7 +190,7 @@ class Engine:
         self._llm.set_weight_version(str(version))
         self.reset_cache()
         self.installed_version = version
-        return InstallResult(load_s=max(reply["load_s"] for reply in replies), reset_ok=True)
+        return float(max(reply["load_s"] for reply in replies))
 
     def reset_cache(self) -> None:
         """Empty the prefix cache and recompute running requests; SyncError when vLLM refuses."""

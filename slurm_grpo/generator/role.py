@@ -185,7 +185,7 @@ class GeneratorLoop:
         )
         if not committed:
             return
-        installed = self._engine.install(door["version"])
+        load_s = self._engine.install(door["version"])
         probe = self._engine.probe_logprobs(self._probe)
         self._engine.reset_cache()
         self._version = door["version"]
@@ -194,7 +194,7 @@ class GeneratorLoop:
             "installed",
             version=door["version"],
             pause_s=pause_s,
-            load_s=installed.load_s,
+            load_s=load_s,
             probe=probe,
         )
         self._metrics.log(
@@ -202,7 +202,7 @@ class GeneratorLoop:
             {
                 "generator/pause_s": pause_s,
                 "generator/receive_s": received.receive_s,
-                "generator/load_s": installed.load_s,
+                "generator/load_s": load_s,
                 "generator/received_bytes": received.n_bytes,
             },
         )

@@ -85,8 +85,8 @@ def serve_engine(pipe: Connection, cfg: Config, store_address: str, seed: int) -
                 for _ in range(8):
                     engine.step()
             started = time.time()
-            result_install = engine.install(argument)
-            pipe.send((result_install.load_s, time.time() - started))
+            load_s = engine.install(argument)
+            pipe.send((load_s, time.time() - started))
             while engine.n_unfinished:
                 engine.step()
     engine.shutdown()
