@@ -1,0 +1,40 @@
+"""The README's commands run, and what it names exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from model_shell import make_model_shell
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_files_that_the_readme_names_exist() -> None:
+    scripts = re.findall(r"\b(?:launch|tests|configs)/[\w./-]+\.(?:py|sh|yaml)\b", TEXT)
+    order = TEXT.split("## Reading order")[1].split("##")[0]
+    modules = [f"slurm_grpo/{name}" for name in re.findall(r"`([\w/]+(?:\.py|/))`", order)]
+    assert len(scripts) > 4
+    assert len(modules) > 8
+    assert [name for name in scripts + modules if not (ROOT / name).exists()] == []
+
+
+def test_the_dry_run_of_the_readme_runs(tmp_path: Path) -> None:
+    (line,) = re.findall(r"^\.venv/bin/python (launch/submit\.py .* --dry-run)$", TEXT, re.M)
+    command = [
+        sys.executable,
+        *shlex.split(line),
+        "--model.path",
+        str(make_model_shell(tmp_path / "model")),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "trainer-0" in done.stdout
+
+
+def test_the_readme_holds_no_placeholder() -> None:
+    assert not re.search(r"^[A-Z_]{6,}$", TEXT, re.M)
