@@ -3,11 +3,12 @@
 `python -m fakes supervise RUN_DIR` supervises a run whose roles are this module; the environment
 variable FAKE_ROLES (JSON, by peer name) says how a role misbehaves:
 
-ignore_term     SIGTERM is ignored, and so is the control plane's stop die_after       an engine
-exits by itself after so many groups, with `code` (default 1) incarnations    `die_after` holds for
-incarnations below this (default: all) fail_at         a trainer rank raises `error` (a name in
-`errors`) in this step hang_at         a trainer rank waits in this step until it is stopped step_s
-seconds a trainer's step takes
+- ignore_term: SIGTERM is ignored, and so is the control plane's stop
+- die_after: an engine exits by itself after so many groups, with `code` (default 1)
+- incarnations: `die_after` holds for incarnations below this (default: all)
+- fail_at: a trainer rank raises `error` (a name in `errors`) in this step
+- hang_at: a trainer rank waits in this step until it is stopped
+- step_s: seconds a trainer's step takes
 """
 
 from __future__ import annotations
