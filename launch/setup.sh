@@ -10,6 +10,7 @@ REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=$REPO/.venv
 PYTHON=$VENV/bin/python
 export SLURM_GRPO_CACHE=${SLURM_GRPO_CACHE:-$HOME/.cache/slurm_grpo} # read by configs/quickstart.yaml
+[[ $SLURM_GRPO_CACHE == /* ]] || SLURM_GRPO_CACHE=$PWD/$SLURM_GRPO_CACHE # the YAML is elsewhere
 CACHE=$SLURM_GRPO_CACHE
 MODEL=$CACHE/SmolLM2-135M-Instruct
 SETUP_LOG=$CACHE/setup.log

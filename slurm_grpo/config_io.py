@@ -84,7 +84,8 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, check: bool = True
     problems += [problem(key, f"{key}: {t}") for key, t in path_problems]
     bad_keys |= {key for key, _ in path_problems}
     if not cfg.run.name:
-        name = f"{path.stem}-seed{cfg.run.seed}-{datetime.now():%Y%m%d-%H%M%S}"
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.") or "run"
+        name = f"{stem}-seed{cfg.run.seed}-{datetime.now():%Y%m%d-%H%M%S}"
         cfg = _with(cfg, "run.name", name)
     if check:
         found = config_checks.check(cfg, skip=bad_keys)

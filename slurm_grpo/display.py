@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,6 +29,7 @@ from slurm_grpo.config import Config
 from slurm_grpo.metrics import Row, parse_rows, valid_rows
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.summary import PHASES, Summary, evaluations
+from slurm_grpo.versions import PACKAGE_ROOT
 
 _REFRESH_S = 1.0
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -276,16 +279,14 @@ def show_end(run: RunDir, summary: Summary, console: Console, *, picture: str | 
 
 def next_commands(run: RunDir, summary: Summary) -> list[tuple[str, str]]:
     """What to try after this run: (explanation, shell command)."""
-    submit, config = "python launch/submit.py", f"{run.root / 'config.yaml'}"
+    submit = shlex.join([sys.executable, str(PACKAGE_ROOT / "launch" / "submit.py")])
+    config = shlex.quote(str(run.root / "config.yaml"))
     seed = summary["seed"] + 1
-    resume = f"{submit} --resume {run.root}"
-    if summary["status"] == "done":
-        resume += f" --run.steps {summary['steps'] + 20}"
-        what = "train for 20 more steps"
-    else:
-        what = "continue from the last checkpoint"
+    resume = f"{submit} --resume {shlex.quote(str(run.root))}"
+    if summary["status"] != "done":
+        return [("continue this run", resume)]
     return [
-        (what, resume),
+        ("train for 20 more steps", f"{resume} --run.steps {summary['steps'] + 20}"),
         (
             "your own questions: JSON lines with `prompt` and `answer`",
             f"{submit} {config} --run.name mine --task.name jsonl --task.path my.jsonl",

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeAlias
 
@@ -72,6 +73,7 @@ def main(argv: Sequence[str], start: Supervise | None = None) -> int:
         if arguments.dry_run:
             sys.stdout.write(describe(run, cfg))
             return 0
+        _require_role_packages(cfg)
         with storage_errors("make the run directory", run.root):
             run.create()
         if not config_io.freeze_config(cfg, run.config, replace=arguments.resume is not None):
@@ -83,6 +85,17 @@ def main(argv: Sequence[str], start: Supervise | None = None) -> int:
     except SlurmGrpoError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+
+
+def _require_role_packages(cfg: Config) -> None:
+    """Raise before anything is made if this interpreter, which the roles get, cannot run them."""
+    missing = [name for name in ("torch", "vllm", "torchtitan") if find_spec(name) is None]
+    if missing and cfg.cluster.python in (None, sys.executable):
+        raise ConfigError(
+            f"cluster.python: {sys.executable} lacks {', '.join(missing)}, which the roles need. "
+            "Run `bash launch/quickstart.sh` once and use .venv/bin/python, or name an interpreter "
+            "that has them with --cluster.python."
+        )
 
 
 def _supervise(run: RunDir, cfg: Config) -> int:

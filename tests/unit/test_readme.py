@@ -36,5 +36,19 @@ def test_the_dry_run_of_the_readme_runs(tmp_path: Path) -> None:
     assert "trainer-0" in done.stdout
 
 
+def test_the_example_of_own_prompts_is_accepted(tmp_path: Path) -> None:
+    (rows,) = re.findall(r"^```json\n(.*?)```$", TEXT, re.M | re.S)
+    (task,) = re.findall(r"^```yaml\n(.*?)```$", TEXT, re.M | re.S)
+    for name in ("train.jsonl", "held_out.jsonl"):
+        (tmp_path / name).write_text(rows)
+    (tmp_path / "mine.yaml").write_text(task)
+    model = str(make_model_shell(tmp_path / "model"))
+    command = [sys.executable, "launch/submit.py", str(tmp_path / "mine.yaml"), "--dry-run"]
+    done = subprocess.run(
+        [*command, "--model.path", model], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_readme_holds_no_placeholder() -> None:
     assert not re.search(r"^[A-Z_]{6,}$", TEXT, re.M)
