@@ -154,7 +154,11 @@ class YamlReader:
                 self._bad(key_node, key, f"given twice, first in line {self.lines[key]}.")
             self.lines[key] = key_node.start_mark.line + 1
             if name not in hints:
-                self._bad(key_node, key, f"unknown key. {nearest(key, _keys_in(hints, prefix))}")
+                hint = nearest(key, _keys_in(hints, prefix))
+                if "." in name:
+                    section, _, rest = name.partition(".")
+                    hint = f"Sections are nested: write `{rest}` in the section `{section}:`."
+                self._bad(key_node, key, f"unknown key. {hint}")
             elif dataclasses.is_dataclass(hints[name]):
                 values[name] = self._section(hints[name], value_node, key + ".")
             else:

@@ -60,7 +60,10 @@ def check_model_dir(path: str | Path) -> list[str]:
     """Every reason why `path` cannot be trained, one sentence each; empty when it can."""
     root = Path(path)
     if not root.is_dir():
-        return [f"{root}: no such directory. Give a Hugging Face model directory on this machine."]
+        return [
+            f"{root}: no such directory. Give a Hugging Face model directory on this machine; "
+            "nothing is downloaded (launch/quickstart.sh prepares the quickstart's model)."
+        ]
     try:
         config = json.loads((root / "config.json").read_text())
     except (OSError, ValueError) as error:
