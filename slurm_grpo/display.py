@@ -19,6 +19,7 @@ from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -265,11 +266,12 @@ def show_end(run: RunDir, summary: Summary, console: Console, *, picture: str | 
             table.add_row(f"  {_PHASE_LABELS[phase]}", _seconds(value))
     table.add_row("peak memory", f"{summary['peak_pss_bytes'] / 2**30:.2f} GiB, all processes")
     table.add_row("wall time", _clock(summary["wall_s"]))
-    if picture is not None:
-        table.add_row("reward curve", picture)
-    table.add_row("run directory", str(run.root))
     console.print()
     console.print(table)
+    # Not in the table, which would cut long paths.
+    for name, path in (("reward curve", picture), ("run directory", str(run.root))):
+        if path is not None:
+            console.print(f" [dim]{name:<24}[/dim]{escape(path)}", highlight=False, soft_wrap=True)
     console.print()
     console.print("Next:", style="bold")
     for what, command in next_commands(run, summary):
