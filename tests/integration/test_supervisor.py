@@ -123,7 +123,8 @@ def test_a_run_ends_by_itself_with_its_books_in_order(tmp_path: Path) -> None:
         assert json.loads(attempt.versions.read_text()).keys() >= {"python", "slurm_grpo", "torch"}
         summary = s.summary()
         assert (summary["status"], summary["steps"], summary["error"]) == ("done", 4, None)
-        assert summary["eval"] == {"held_out": {"before": 0.25, "after": 0.75}}
+        evaluated = {"metric": "accuracy", "before": 0.25, "after": 0.75}
+        assert summary["eval"] == {"held_out": evaluated}
         assert 1e6 < summary["peak_pss_bytes"] < 4e9
         assert 0 < summary["wall_s"] < 60
         assert [row["groups"] for row in s.steps()] == [8] * 4
