@@ -253,11 +253,53 @@ class WandbConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NodesConfig:
+    """What one node group asks Slurm for. Unset: Slurm's or the site's default."""
+
+    partition: str | None = None
+    """Partition."""
+    account: str | None = None
+    """Account. A heterogeneous job takes the generators' for both groups unless set."""
+    qos: str | None = None
+    """Quality of service; like the account."""
+    nodes: int = 1
+    """Nodes."""
+    gpus_per_node: int = 0
+    """GPUs on each node; 0 runs on CPUs."""
+    cpus_per_node: int | None = None
+    """CPUs on each node. Unset: what its processes' `threads` add up to."""
+    mem_gib: int | None = None
+    """Memory on each node, GiB."""
+    constraint: str | None = None
+    """Node features."""
+    exclusive: bool = False
+    """Share no node with other jobs."""
+    flags: tuple[str, ...] = ()
+    """Further sbatch flags of this group, such as `--reservation=course`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterConfig:
     """Where processes run and how long they are waited for."""
 
-    kind: Literal["local"] = "local"
-    """`local`: the supervisor in the foreground, roles as its child processes."""
+    kind: Literal["local", "slurm"] = "local"
+    """`local`: the supervisor in the foreground, roles as its child processes.
+    `slurm`: a batch job."""
+    allocation: Literal["het", "split"] = "het"
+    """With slurm: a heterogeneous job of `generators` and `trainers` (het).
+    Or one allocation, `shared`, whose nodes or single node's GPUs are cut in two (split)."""
+    generators: NodesConfig = field(default_factory=NodesConfig)
+    """With het: the engines' nodes."""
+    trainers: NodesConfig = field(default_factory=NodesConfig)
+    """With het: the trainer ranks' nodes."""
+    shared: NodesConfig = field(default_factory=NodesConfig)
+    """With split: the whole allocation."""
+    time_limit: str = "4:00:00"
+    """Time limit of the job, as Slurm writes it: minutes, H:M:S or D-H:M:S."""
+    signal_s: int = 300
+    """Seconds before the limit at which the run saves a checkpoint and requeues itself."""
+    max_requeues: int = 16
+    """Times a run may put itself back into the queue."""
     python: str | None = None
     """Interpreter of the role processes (with torch and vLLM); by default the launching one."""
     start_timeout_s: float = 600.0
@@ -266,6 +308,46 @@ class ClusterConfig:
     """Seconds without a sign of life before a process counts as dead."""
     stop_grace_s: float = 5.0
     """Seconds between asking a process to end and killing it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteConfig:
+    """What differs between clusters; `--site FILE.yaml` fills this section."""
+
+    gpu_flag: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
+    """How GPUs are asked for."""
+    gpu_type: str | None = None
+    """Type in that flag, as in `gres:gpu:a100:4`."""
+    mem_flag: Literal["mem", "mem-per-cpu", "none"] = "mem"
+    """How memory is asked for."""
+    remove_flags: tuple[str, ...] = ()
+    """Flags this site refuses, by name: `mem`, `requeue`."""
+    flags: tuple[str, ...] = ()
+    """Flags added to every component, or replacing ours of the same name."""
+    srun_flags: tuple[str, ...] = ()
+    """Flags added to every srun, or replacing ours of the same name."""
+    setup: tuple[str, ...] = ()
+    """Shell lines before the supervisor starts, such as `module load cuda`."""
+    teardown: tuple[str, ...] = ()
+    """Shell lines after it has ended."""
+    container: Literal["none", "pyxis", "prefix"] = "none"
+    """Roles in a container: pyxis flags to srun, or a command prefix such as apptainer."""
+    container_image: str | None = None
+    """With pyxis: the image."""
+    container_mounts: tuple[str, ...] = ()
+    """With pyxis: `HOST:CONTAINER` mounts; the run directory and the code are added."""
+    container_prefix: tuple[str, ...] = ()
+    """With prefix: words before the interpreter, such as `apptainer exec --nv image.sif`."""
+    mpi: str = "none"
+    """srun --mpi."""
+    cpu_bind: str | None = None
+    """srun --cpu-bind."""
+    interface: str | None = None
+    """Network interface between the groups, for the control plane, NCCL and gloo (`ib0`)."""
+    scratch_dir: str | None = None
+    """Node-local directory for caches; may hold $VARIABLES of the job."""
+    environment: tuple[str, ...] = ()
+    """`NAME=VALUE` for the roles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,6 +364,7 @@ class Config:
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    site: SiteConfig = field(default_factory=SiteConfig)
 
     @property
     def strict_mode(self) -> bool:
