@@ -77,3 +77,9 @@ class Stopped(SlurmGrpoError):
     """The control plane told this process to end before its work was done."""
 
     exit_code = ExitCode.STOPPED
+
+
+class SlurmUnavailable(SlurmGrpoError):
+    """Slurm's commands are not on this machine, or its controller does not answer."""
+
+    exit_code = ExitCode.INFRASTRUCTURE
