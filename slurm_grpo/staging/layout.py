@@ -233,7 +233,7 @@ def check_header(file: h5py.File) -> None:
 def read_all(file: h5py.File) -> Columns:
     """Read and check every column of a whole file. Raises ShardError saying what is wrong."""
     check_header(file)
-    columns = Columns({c.path: _read(file, c) for c in COLUMNS}, _part_names(file))
+    columns = Columns({c.path: read_column(file, c) for c in COLUMNS}, part_names(file))
     _check_counts(file, columns)
     tokens = columns["episodes/token_offsets"]
     if not np.isfinite(columns["tokens/logprob"]).all():
@@ -258,7 +258,7 @@ def read_slab(file: h5py.File, first: int, stop: int) -> Columns:
     data: dict[str, Array] = {}
 
     def span_of(path: str, span: tuple[int, int]) -> tuple[int, int]:
-        offsets = _read(file, BY_PATH[path], span)
+        offsets = read_column(file, BY_PATH[path], span)
         data[path] = offsets - offsets[0]
         return int(offsets[0]), int(offsets[-1])
 
@@ -267,8 +267,8 @@ def read_slab(file: h5py.File, first: int, stop: int) -> Columns:
     spans["T"] = span_of("episodes/token_offsets", (spans["N"][0], spans["N"][1] + 1))
     for column in COLUMNS:
         if column.path in NEEDED_TO_READ and column.path not in data:
-            data[column.path] = _read(file, column, spans[column.axis])
-    return Columns(data, _part_names(file))
+            data[column.path] = read_column(file, column, spans[column.axis])
+    return Columns(data, part_names(file))
 
 
 def groups_from(columns: Columns) -> list[Group]:
@@ -387,7 +387,7 @@ def _set_text(dataset: h5py.h5d.DatasetID, name: str, text: str) -> None:
     attribute.write(np.array(text, TEXT))
 
 
-def _read(file: h5py.File, column: Column, span: tuple[int, int] | None = None) -> Array:
+def read_column(file: h5py.File, column: Column, span: tuple[int, int] | None = None) -> Array:
     """The rows of `span` (None: all) in this program's type for the column; text as UTF-8 bytes."""
     try:
         dataset = h5py.h5d.open(file.id, column.path.encode())
@@ -403,7 +403,8 @@ def _read(file: h5py.File, column: Column, span: tuple[int, int] | None = None) 
     return values
 
 
-def _part_names(file: h5py.File) -> tuple[str, ...]:
+def part_names(file: h5py.File) -> tuple[str, ...]:
+    """Names of the columns of `episodes/reward_parts`."""
     return tuple(str(name) for name in file["episodes/reward_parts"].attrs["names"])
 
 

@@ -102,6 +102,24 @@ def read_manifest(path: Path) -> Manifest:
         raise ShardError(f"manifest {path}: damaged: {type(error).__name__}: {error}.") from error
 
 
+def list_manifests(run: RunDir) -> list[tuple[Path, int, int]]:
+    """Every manifest file with the step and the attempt in its name, by step, then attempt."""
+    if not run.manifests.is_dir():
+        return []
+    with storage_errors("list", run.manifests):
+        names = sorted(os.listdir(run.manifests))
+    matches = [re.fullmatch(r"step_(\d+)-attempt_(\d+)\.json", name) for name in names]
+    return [(run.manifests / m[0], int(m[1]), int(m[2])) for m in matches if m is not None]
+
+
+def last_valid(attempt: int, starts: Mapping[int, int]) -> int | None:
+    """Last step or version of `attempt` that every later one built on; None: all of them count.
+
+    `starts` maps an attempt to the step it started from.
+    """
+    return min((start for n, start in starts.items() if n > attempt), default=None)
+
+
 def load_state(
     run: RunDir,
     resume_step: int,
@@ -164,16 +182,9 @@ def _committed_manifests(
 ) -> list[Manifest]:
     """One manifest per step 1..resume_step, in order. Raises ShardError when one is missing."""
     by_step: dict[int, Manifest] = {}
-    with storage_errors("list", run.manifests):
-        names = sorted(os.listdir(run.manifests))
-    for file_name in names:
-        match = re.fullmatch(r"step_(\d+)-attempt_(\d+)\.json", file_name)
-        if match is None:
-            continue
-        step, attempt = int(match[1]), int(match[2])
+    for path, step, attempt in list_manifests(run):
         if step > _limit(attempt, starts, resume_step):
             continue
-        path = run.manifests / file_name
         manifest = read_manifest(path)
         if (manifest.step, manifest.attempt) != (step, attempt) or step in by_step:
             raise ShardError(f"manifest {path}: contradicts its name or another of this step.")
@@ -189,7 +200,8 @@ def _committed_manifests(
 
 def _limit(attempt: int, starts: Mapping[int, int], resume_step: int) -> int:
     """Last step or version of `attempt` that all later ones, the starting one too, built on."""
-    return min([resume_step, *(start for n, start in starts.items() if n > attempt)])
+    last = last_valid(attempt, starts)
+    return resume_step if last is None else min(resume_step, last)
 
 
 def _read_or_quarantine(run: RunDir, path: str, deadline_s: float) -> ShardRef | None:
