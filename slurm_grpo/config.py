@@ -162,6 +162,17 @@ class GeneratorConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StagingConfig:
+    """Episodes on disk: what is kept once a checkpoint covers it."""
+
+    keep: Literal["all", "trained", "recent"] = "all"
+    """`all`: every shard. `trained`: those that a step trained on.
+    `recent`: those that one of the last `keep_steps` steps trained on."""
+    keep_steps: int | None = None
+    """With `recent`: how many steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
     """AdamW."""
 
@@ -360,6 +371,7 @@ class Config:
     evaluation: EvalConfig = field(default_factory=EvalConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    staging: StagingConfig = field(default_factory=StagingConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)

@@ -82,6 +82,7 @@ _RANGES: dict[str, _Range] = {
     "generator.publish_after_s": _POSITIVE,
     "generator.max_restarts": _at_least(0),
     "generator.restart_backoff_s": _at_least(0),
+    "staging.keep_steps": _Range(lambda x: x is None or x >= 1, "at least 1"),
     "trainer.n_ranks": _at_least(1),
     "trainer.tokens_per_microbatch": _at_least(2),
     "trainer.threads": _at_least(1),
@@ -200,7 +201,7 @@ def _algorithm(cfg: Config) -> Iterator[Finding]:
 
 
 def _unused(cfg: Config) -> Iterator[Finding]:
-    """Settings that would be read by nobody: almost always a misunderstanding."""
+    """Settings that would be read by nobody, or lack their partner: a misunderstanding."""
     schedule, scorer, task = cfg.trainer.schedule, cfg.task.scorer, cfg.task
     if schedule.decay == "constant" and schedule.min_lr_ratio != 0.0:
         yield Finding(
@@ -219,6 +220,13 @@ def _unused(cfg: Config) -> Iterator[Finding]:
             keys=("task.scorer.module_dir", "task.scorer.name"),
             text=f"task.scorer.module_dir: has no effect with task.scorer.name = {scorer.name}. "
             "Set the name to module:function, or leave it out.",
+        )
+    keep, keep_steps = cfg.staging.keep, cfg.staging.keep_steps
+    if (keep == "recent") != (keep_steps is not None):
+        yield Finding(
+            keys=("staging.keep_steps", "staging.keep"),
+            text=f"staging.keep_steps: {keep_steps} given with staging.keep = {keep}; expected a "
+            "number of steps with recent, and nothing otherwise. Set both, or leave it out.",
         )
     for key, value in (("task.path", task.path), ("task.eval_path", task.eval_path)):
         if value is not None and task.name != "jsonl":
