@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from slurm_grpo import model_support
 from slurm_grpo.config import Config
+from slurm_grpo.config_cluster_checks import check_cluster
 from slurm_grpo.tasks import checks as task_checks
 
 
@@ -273,12 +273,8 @@ def _task(cfg: Config) -> Iterator[Finding]:
 
 
 def _cluster(cfg: Config) -> Iterator[Finding]:
-    if cfg.cluster.python is not None and shutil.which(cfg.cluster.python) is None:
-        yield Finding(
-            keys=("cluster.python",),
-            text=f"cluster.python: {cfg.cluster.python} is no program; expected the interpreter of "
-            "an environment with torch and vLLM. Leave it out to use the launching one.",
-        )
+    for keys, text in check_cluster(cfg):
+        yield Finding(keys=keys, text=text)
     if cfg.wandb.enabled and not cfg.wandb.project:
         yield Finding(
             keys=("wandb.project",),

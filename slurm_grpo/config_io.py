@@ -22,8 +22,8 @@ from typing import Any
 import yaml
 
 from slurm_grpo import config_checks
-from slurm_grpo.config import Config
-from slurm_grpo.config_values import BadValue, YamlReader, convert, nearest, option_types
+from slurm_grpo.config import Config, SiteConfig
+from slurm_grpo.config_values import BadValue, T, YamlReader, convert, nearest, option_types
 from slurm_grpo.errors import ConfigError
 from slurm_grpo.fsio import link_durably, write_durably
 
@@ -44,22 +44,26 @@ class Problem:
     """Begins with the dotted key, unless `where` is its option."""
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), *, check: bool = True) -> Config:
+def load_config(
+    path: Path, overrides: Sequence[str] = (), *, site: Path | None = None, check: bool = True
+) -> Config:
     """The configuration in `path`, changed by `overrides`: `["--trainer.optimizer.lr", "1e-5"]`.
 
-    Raises `ConfigError` listing every problem. `check=False` leaves out the rules of `check_config`
-    and thus everything that looks at other files.
+    `site` is a file of the section `site`; keys that `path` has there too, and options, win over
+    it. Raises `ConfigError` listing every problem. `check=False` leaves out the rules of
+    `check_config` and thus everything that looks at other files.
     """
-    reader = YamlReader(path.name if path.parent == Path(".") else str(path))
-    try:
-        cfg = reader.read(Config, path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"cannot read the configuration {path}: {reason}. Give the path of a YAML file."
-        ) from None
-    problems = _in_file(reader)
-    bad_keys = {key for _, key, _ in reader.problems}
+    reader = _reader(path)
+    cfg = _read(reader, Config, path)
+    readers = [reader]
+    if site is not None:
+        readers.append(site_reader := _reader(site, prefix="site."))
+        profile = _read(site_reader, SiteConfig, site)
+        own = {f.name for f in dataclasses.fields(SiteConfig) if f"site.{f.name}" in reader.lines}
+        profile = dataclasses.replace(profile, **{name: getattr(cfg.site, name) for name in own})
+        cfg = dataclasses.replace(cfg, site=profile)
+    problems = [p for r in readers for p in _in_file(r)]
+    bad_keys = {key for r in readers for _, key, _ in r.problems}
     if "" in bad_keys:  # it could not be read at all: whatever else seems missing may well be there
         raise ConfigError(_report(path, problems))
 
@@ -76,9 +80,10 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, check: bool = True
     def problem(key: str, text: str) -> Problem:
         if key in flags:
             return Problem(where=f"--{key}", text=text.removeprefix(f"{key}: "))
-        line = reader.lines.get(key)
-        where = f"{reader.file}:{line}" if line is not None else f"{reader.file} (default)"
-        return Problem(where=where, text=text)
+        for source in readers:
+            if (line := source.lines.get(key)) is not None:
+                return Problem(where=f"{source.file}:{line}", text=text)
+        return Problem(where=f"{reader.file} (default)", text=text)
 
     cfg, path_problems = _resolve_paths(cfg, path, flags)
     problems += [problem(key, f"{key}: {t}") for key, t in path_problems]
@@ -131,6 +136,20 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     return list(value) if isinstance(value, tuple) else value
+
+
+def _reader(path: Path, *, prefix: str = "") -> YamlReader:
+    return YamlReader(path.name if path.parent == Path(".") else str(path), prefix=prefix)
+
+
+def _read(reader: YamlReader, cls: type[T], path: Path) -> T:
+    try:
+        return reader.read(cls, path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"cannot read the configuration {path}: {reason}. Give the path of a YAML file."
+        ) from None
 
 
 def _with(section: Any, key: str, value: Any) -> Any:

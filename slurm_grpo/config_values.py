@@ -113,8 +113,10 @@ class YamlReader:
     A field that is wrong keeps its default, so that the rest can still be checked.
     """
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, *, prefix: str = "") -> None:
+        """`prefix` is the section, with its dot, whose keys the file holds."""
         self.file = file
+        self._prefix = prefix
         self.problems: list[tuple[str, str, str]] = []
         """(where, dotted key or "", text), in the order of the file."""
         self.lines: dict[str, int] = {}
@@ -133,7 +135,7 @@ class YamlReader:
         except yaml.YAMLError as error:
             self.problems.append((self.file, "", f"not valid YAML: {error}."))
             node = None
-        return self._section(cls, node, "")
+        return self._section(cls, node, self._prefix)
 
     def _bad(self, node: yaml.Node, key: str, text: str) -> None:
         self.problems.append((f"{self.file}:{node.start_mark.line + 1}", key, text))

@@ -83,3 +83,9 @@ class SlurmUnavailable(SlurmGrpoError):
     """Slurm's commands are not on this machine, or its controller does not answer."""
 
     exit_code = ExitCode.INFRASTRUCTURE
+
+
+class SubmissionRefused(SlurmGrpoError):
+    """Slurm did not take a job; the text has its words."""
+
+    exit_code = ExitCode.CONFIG

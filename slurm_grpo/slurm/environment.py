@@ -39,6 +39,11 @@ _LEFTOVERS = (
 _KEPT = ("SLURM_CONF",)
 
 
+def is_leftover(name: str) -> bool:
+    """Whether a surrounding job, mpirun or torchrun set this variable for its own processes."""
+    return name not in _KEPT and (name.startswith(_LEFTOVER_PREFIXES) or name in _LEFTOVERS)
+
+
 def role_environment(
     base: Mapping[str, str],
     cfg: Config,
@@ -51,11 +56,7 @@ def role_environment(
 ) -> dict[str, str]:
     """Environment of the process `peer`; `control` is the control plane's address, `base` the
     supervisor's own."""
-    env = {
-        name: value
-        for name, value in base.items()
-        if name in _KEPT or not (name.startswith(_LEFTOVER_PREFIXES) or name in _LEFTOVERS)
-    }
+    env = {name: value for name, value in base.items() if not is_leftover(name)}
     role, _, index = peer.rpartition("-")
     threads = cfg.trainer.threads if role == "trainer" else cfg.generator.threads
     python_path = [str(PACKAGE_ROOT), *filter(None, [env.get("PYTHONPATH")])]

@@ -1,4 +1,4 @@
-"""Fixtures of the trainer's tests."""
+"""Fixtures of unit tests."""
 
 from __future__ import annotations
 
@@ -16,3 +16,9 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks of a configuration ask `sinfo`: this machine's cluster must not decide a test."""
+    monkeypatch.setenv("SLURM_CONF", "/dev/null")

@@ -1,0 +1,187 @@
+"""What must hold for the sections `cluster` and `site`: what Slurm would refuse, or let wait for
+ever.
+
+Called by `config_checks.py`. Yields the keys involved, the one to change first, and a text that
+begins with it. Whether directories are shared between nodes cannot be seen from here; `slurm-grpo
+doctor` looks.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from slurm_grpo.config import Config, NodesConfig
+from slurm_grpo.errors import ConfigError
+from slurm_grpo.slurm.durations import limit_seconds
+from slurm_grpo.slurm.partitions import impossible_requests, read_partitions
+from slurm_grpo.slurm.script import cpus_needed, node_groups
+
+Found: TypeAlias = Iterator[tuple[tuple[str, ...], str]]
+
+MIN_TRAINING_S = 60
+"""Between a job's start and its signal; Slurm looks every 30 s only."""
+_FLAG = re.compile(r"--[a-z][a-z0-9-]*(=[^\n]*)?")
+_SRUN_FLAG = re.compile(r"--?[A-Za-z][A-Za-z0-9-]*(=[^\n]*)?")
+
+
+def check_cluster(cfg: Config) -> Found:
+    """Every broken rule of a run's cluster and site."""
+    yield from _python(cfg)
+    if cfg.cluster.kind == "slurm":
+        for rules in (_unused, _site, _container, _paths):
+            yield from rules(cfg)
+        numbers = [*_limits(cfg), *_groups(cfg)]
+        yield from numbers
+        if not numbers and cfg.generator.engine.tensor_parallel > 0:
+            yield from _sizes(cfg)
+
+
+def _python(cfg: Config) -> Found:
+    python = cfg.cluster.python
+    if python is None or (cfg.cluster.kind == "slurm" and cfg.site.container != "none"):
+        return
+    if shutil.which(python) is None:
+        yield (
+            ("cluster.python",),
+            f"cluster.python: {python} is no program; expected the interpreter of an environment "
+            "with torch and vLLM. Leave it out to use the launching one.",
+        )
+
+
+def _limits(cfg: Config) -> Found:
+    cluster = cfg.cluster
+    limit_s = limit_seconds(cluster.time_limit)
+    if not limit_s:
+        yield (
+            ("cluster.time_limit",),
+            f"cluster.time_limit: {cluster.time_limit!r} given; expected minutes, H:M:S or "
+            "D-H:M:S, such as 90, 4:00:00 or 2-12:00:00.",
+        )
+    elif not 0 < cluster.signal_s <= limit_s - MIN_TRAINING_S:
+        yield (
+            ("cluster.signal_s", "cluster.time_limit"),
+            f"cluster.signal_s: {cluster.signal_s} seconds before the end of {cluster.time_limit} "
+            f"({limit_s} s) leave less than {MIN_TRAINING_S} s to train; expected 1 to "
+            f"{max(1, limit_s - MIN_TRAINING_S)}. Raise the time limit, or choose the time that a "
+            "step and a checkpoint take.",
+        )
+    if cluster.max_requeues < 0:
+        yield (
+            ("cluster.max_requeues",),
+            f"cluster.max_requeues: {cluster.max_requeues} given; expected at least 0.",
+        )
+
+
+def _groups(cfg: Config) -> Found:
+    for key, nodes in node_groups(cfg).items():
+        for name, least in (("nodes", 1), ("gpus_per_node", 0), ("cpus_per_node", 1)):
+            value = getattr(nodes, name)
+            if value is not None and value < least:
+                yield (
+                    (f"{key}.{name}",),
+                    f"{key}.{name}: {value} given; expected at least {least}.",
+                )
+        if nodes.mem_gib is not None and nodes.mem_gib < 1:
+            yield (
+                (f"{key}.mem_gib",),
+                f"{key}.mem_gib: {nodes.mem_gib} given; expected at least 1.",
+            )
+        yield from _flags(f"{key}.flags", nodes.flags, _FLAG)
+
+
+def _flags(key: str, flags: tuple[str, ...], form: re.Pattern[str]) -> Found:
+    for flag in flags:
+        if not form.fullmatch(flag):
+            yield (
+                (key,),
+                f"{key}: {flag!r} given; expected a long flag with its value after `=`, such as "
+                "--reservation=course.",
+            )
+
+
+def _unused(cfg: Config) -> Found:
+    """Node groups that this allocation does not read."""
+    names = ("generators", "trainers") if cfg.cluster.allocation == "split" else ("shared",)
+    reads = " and ".join(node_groups(cfg))
+    for name in names:
+        if getattr(cfg.cluster, name) != NodesConfig():
+            yield (
+                (f"cluster.{name}", "cluster.allocation"),
+                f"cluster.{name}: has no effect with cluster.allocation = "
+                f"{cfg.cluster.allocation}, which reads {reads}. Move it there, or change the "
+                "allocation.",
+            )
+
+
+def _sizes(cfg: Config) -> Found:
+    """Processes against GPUs and CPUs, and these against what the partitions have."""
+    try:
+        needed = cpus_needed(cfg)
+    except ConfigError as error:
+        key, _, _ = str(error).partition(":")
+        yield (key,), str(error)
+        return
+    for (key, nodes), n_cpus in zip(node_groups(cfg).items(), needed, strict=True):
+        if nodes.cpus_per_node is not None and nodes.cpus_per_node < n_cpus:
+            yield (
+                (f"{key}.cpus_per_node",),
+                f"{key}.cpus_per_node: {nodes.cpus_per_node}, but the processes on one node have "
+                f"{n_cpus} threads (generator.threads, trainer.threads). Raise it, lower those, or "
+                "leave it out.",
+            )
+    if partitions := read_partitions():
+        yield from impossible_requests(cfg, partitions)
+
+
+def _site(cfg: Config) -> Found:
+    yield from _flags("site.flags", cfg.site.flags, _FLAG)
+    yield from _flags("site.srun_flags", cfg.site.srun_flags, _SRUN_FLAG)
+    for name in cfg.site.remove_flags:
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            yield (
+                ("site.remove_flags",),
+                f"site.remove_flags: {name!r} given; expected a flag's name without dashes, such "
+                "as mem.",
+            )
+    for setting in cfg.site.environment:
+        if not re.fullmatch(r"[A-Za-z_]\w*=[^\n]*", setting):
+            yield (
+                ("site.environment",),
+                f"site.environment: {setting!r} given; expected NAME=VALUE.",
+            )
+
+
+def _container(cfg: Config) -> Found:
+    site = cfg.site
+    needs = {"pyxis": "container_image", "prefix": "container_prefix"}
+    for kind, name in needs.items():
+        if site.container == kind and not getattr(site, name):
+            yield (
+                (f"site.{name}", "site.container"),
+                f"site.{name}: missing; site.container = {kind} needs it. Set it, or set container "
+                "to none.",
+            )
+        elif site.container != kind and getattr(site, name):
+            yield (
+                (f"site.{name}", "site.container"),
+                f"site.{name}: has no effect with site.container = {site.container}. Set that to "
+                f"{kind}, or leave it out.",
+            )
+    if site.container != "none" and cfg.cluster.python is None:
+        yield (
+            ("cluster.python", "site.container"),
+            f"cluster.python: missing; with site.container = {site.container} the roles need the "
+            "interpreter inside the container. Set it, for example to python3.",
+        )
+
+
+def _paths(cfg: Config) -> Found:
+    if "%" in cfg.run.runs_dir:
+        yield (
+            ("run.runs_dir",),
+            f"run.runs_dir: {cfg.run.runs_dir} has a %, which Slurm replaces in file names. Choose "
+            "another directory.",
+        )

@@ -1,0 +1,88 @@
+"""Running `sbatch` as from a login shell, wherever it is called from.
+
+Inside an allocation the surrounding job's variables would be flags of the new one (wrong CPU
+binding, refused memory) or facts about it (its restart count). Knows nothing about scripts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from slurm_grpo.errors import SlurmUnavailable, SubmissionRefused
+from slurm_grpo.slurm.environment import is_leftover
+
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+_TIMEOUT_S = 120.0
+
+
+def leftovers(env: Mapping[str, str]) -> list[str]:
+    """Names in `env` that a new job must not inherit, sorted."""
+    return sorted(
+        name
+        for name in env
+        if is_leftover(name)
+        or name.startswith("SUBMITIT_")
+        or (name in _DEVICES and "SLURM_JOB_ID" in env)  # numbers of another job's GPUs
+    )
+
+
+def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` without `leftovers`."""
+    unwanted = set(leftovers(env))
+    return {name: value for name, value in env.items() if name not in unwanted}
+
+
+def run_sbatch(arguments: Sequence[str], *, script: str | None = None) -> str:
+    """What `sbatch ARGUMENTS` says, on both streams; `script` is its standard input.
+
+    Raises SubmissionRefused with Slurm's words, SlurmUnavailable where there is no sbatch.
+    """
+    try:
+        done = subprocess.run(
+            ["sbatch", *arguments],
+            env=clean_environment(os.environ),
+            input=script or "",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
+    except FileNotFoundError:
+        raise SlurmUnavailable(NO_SBATCH) from None
+    except subprocess.TimeoutExpired:
+        raise SlurmUnavailable(
+            f"sbatch: no answer within {_TIMEOUT_S:.0f} s. The controller may be busy or down: try "
+            "`sinfo`, and look with `squeue --me` whether the job was taken before trying again."
+        ) from None
+    if done.returncode:
+        raise refusal(done.stdout)
+    return done.stdout
+
+
+NO_SBATCH = (
+    "sbatch: no such command here. Submit from a login node of the cluster, or put Slurm's bin "
+    "directory on PATH; --dry-run works without Slurm, --cluster.kind local runs on this machine."
+)
+
+
+def refusal(words: str) -> SubmissionRefused:
+    """The error that passes on why sbatch refused."""
+    return SubmissionRefused(
+        f"sbatch refused the job:\n{words.strip()}\nNothing was submitted. Change cluster.* or "
+        "site.* accordingly (--dry-run shows the script), and submit again."
+    )
+
+
+def parse_job_id(text: str) -> str:
+    """The id in what `sbatch --parsable` printed: `12` or `12;cluster`, whatever a site's banner
+    says around it. Raises SubmissionRefused if there is none."""
+    ids = re.findall(r"^(\d+)(?:;\S*)?$", text, flags=re.MULTILINE)
+    if not ids:
+        raise SubmissionRefused(
+            f"sbatch printed no job id but:\n{text.strip()}\nLook with `squeue --me` whether the "
+            "job is in the queue, and cancel it there before trying again."
+        )
+    return str(ids[-1])

@@ -1,0 +1,24 @@
+#!/bin/bash
+# cluster.generators
+#SBATCH --job-name=r
+#SBATCH --comment='slurm_grpo /shared/runs/r'
+#SBATCH --output=/shared/runs/r/jobs/0/slurm.out
+#SBATCH --chdir=/shared/runs/r/jobs/0
+#SBATCH --time=4:00:00
+#SBATCH --signal=B:USR1@300
+#SBATCH --open-mode=append
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=8
+#SBATCH --requeue
+#SBATCH hetjob
+# cluster.trainers
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=8
+#SBATCH --requeue
+
+export PYTHONPATH=/shared/runs/r/jobs/0/code${PYTHONPATH:+:$PYTHONPATH}
+export SUBMITIT_EXECUTOR=slurm
+trap '' USR1 TERM
+exec /envs/base/bin/python -u -m submitit.core._submit /shared/runs/r/jobs/0

@@ -1,0 +1,112 @@
+"""Batch scripts: whole texts for what is shipped, and what each component repeats."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from model_shell import make_model_shell
+
+from slurm_grpo.config import Config
+from slurm_grpo.config_io import load_config
+from slurm_grpo.slurm.script import array_script, cpus_needed, job_script, submitit_command
+
+ROOT = Path(__file__).resolve().parents[2]
+GPUS = [
+    *("--cluster.generators.partition", "gen", "--cluster.generators.gpus_per_node", "4"),
+    *("--cluster.generators.account", "grpo", "--cluster.generators.mem_gib", "128"),
+    *("--cluster.trainers.partition", "train", "--cluster.trainers.gpus_per_node", "2"),
+    *("--cluster.trainers.mem_gib", "64", "--cluster.trainers.constraint", "nvlink"),
+    *("--generator.n_engines", "2", "--generator.engine.tensor_parallel", "2"),
+]
+IN_CONTAINER = ["--cluster.python", "python3"]
+SPLIT = [
+    *("--cluster.allocation", "split", "--cluster.shared.partition", "gpu"),
+    *("--cluster.shared.gpus_per_node", "8", "--cluster.shared.exclusive"),
+    *("--generator.n_engines", "6", "--trainer.n_ranks", "2"),
+]
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
+    """Loads the example for clusters."""
+    model = make_model_shell(tmp_path / "model")
+    monkeypatch.setattr(sys, "executable", "/envs/base/bin/python")
+
+    def load(*options: str, site: str = "plain") -> Config:
+        fixed = ["--model.path", str(model), "--run.runs_dir", "/shared/runs", "--run.name", "r"]
+        return load_config(
+            ROOT / "configs/slurm.yaml",
+            [*fixed, *options],
+            site=ROOT / f"configs/sites/{site}.yaml",
+        )
+
+    return load
+
+
+def text_of(cfg: Config) -> str:
+    job_dir = Path(cfg.run.runs_dir) / cfg.run.name / "jobs/0"
+    command = submitit_command(job_dir)
+    return job_script(cfg, job_dir=job_dir, code_dir=job_dir / "code", command=command)
+
+
+@pytest.mark.parametrize(
+    ("name", "site", "options"),
+    [
+        ("minimal_site", "plain", []),
+        ("het", "plain", GPUS),
+        ("split", "plain", SPLIT),
+        ("pyxis", "pyxis", [*GPUS, *IN_CONTAINER]),
+        ("apptainer", "apptainer", [*GPUS, *IN_CONTAINER]),
+    ],
+)
+def test_the_whole_script_of_a_job(
+    name: str,
+    site: str,
+    options: list[str],
+    load: Callable[..., Config],
+    check_golden: Callable[[str, str], None],
+) -> None:
+    check_golden(f"scripts/{name}.sh", text_of(load(*options, site=site)))
+
+
+def test_the_whole_script_of_an_array(
+    load: Callable[..., Config], check_golden: Callable[[str, str], None]
+) -> None:
+    sweep = Path("/shared/sweeps/lr")
+    text = array_script(
+        load(*SPLIT), sweep_dir=sweep, n_elements=8, max_running=4, code_dir=sweep / "code"
+    )
+    check_golden("scripts/array.sh", text)
+
+
+def test_cpus_are_those_of_the_fullest_node(load: Callable[..., Config]) -> None:
+    cfg = load(
+        *("--generator.n_engines", "3", "--cluster.generators.nodes", "2"),
+        *("--generator.threads", "5", "--trainer.threads", "3"),
+    )
+    assert cpus_needed(cfg) == [2 * 5, 2 * 3]
+
+
+def test_flags_are_removed_then_replaced_by_the_site_then_by_the_group(
+    load: Callable[..., Config],
+) -> None:
+    cfg = load("--site.remove_flags", "requeue", "nodes", "--cluster.trainers.qos", "high")
+    site = replace(cfg.site, flags=("--qos=low", "--nodes=3", "--overcommit"))
+    trainers = replace(cfg.cluster.trainers, flags=("--qos=special",))
+    text = text_of(replace(cfg, site=site, cluster=replace(cfg.cluster, trainers=trainers)))
+    first, second = text.split("#SBATCH hetjob")
+    assert "requeue" not in text
+    for part, qos in ((first, "low"), (second, "special")):
+        lines = part.splitlines()
+        assert lines.count("#SBATCH --nodes=3") == lines.count("#SBATCH --overcommit") == 1
+        assert [line for line in lines if "--qos" in line] == [f"#SBATCH --qos={qos}"]
+
+
+def test_paths_with_spaces_and_quotes_are_quoted(load: Callable[..., Config]) -> None:
+    text = text_of(load("--run.runs_dir", "/shared/our runs/it's"))
+    assert """#SBATCH --chdir='/shared/our runs/it'"'"'s/r/jobs/0'\n""" in text
+    assert """-m submitit.core._submit '/shared/our runs/it'"'"'s/r/jobs/0'\n""" in text
