@@ -9,9 +9,7 @@ rules that need more than one value are in `config_checks.py`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import os
 import re
 from collections.abc import Sequence
@@ -68,12 +66,9 @@ def load_config(
         raise ConfigError(_report(path, problems))
 
     flags = {_key_of(option)[0] for option, _ in _chunks(overrides)}
-    good, override_problems = _sort_out(overrides)
-    if good:
-        try:
-            cfg = _apply(cfg, good)
-        except ConfigError as error:
-            override_problems.append(("command line", "", str(error)))
+    values, override_problems = _sort_out(overrides)
+    for key, value in values.items():
+        cfg = _with(cfg, key, value)
     problems += [Problem(where=option, text=t) for option, _, t in override_problems]
     bad_keys |= {key for _, key, _ in override_problems}
 
@@ -179,19 +174,6 @@ def _place(problem: Problem) -> tuple[bool, int]:
 # -- overrides -------------------------------------------------------------------------------------
 
 
-def _apply(cfg: Config, overrides: Sequence[str]) -> Config:
-    """`cfg` changed by tyro's reading of the options."""
-    import tyro  # a plain submission does without it
-
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
-            return tyro.cli(Config, args=list(overrides), default=cfg, use_underscores=True)
-    except SystemExit:
-        words = re.sub(r"[\u2500-\u257f]+", " ", output.getvalue()).split()
-        raise ConfigError(" ".join(words)) from None
-
-
 def _chunks(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Options with their values: `--a.b 1 2` and `--a.b=1` both begin a chunk."""
     chunks: list[tuple[str, list[str]]] = []
@@ -217,16 +199,14 @@ def _key_of(option: str) -> tuple[str, bool]:
     return key, False
 
 
-def _sort_out(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str, str, str]]]:
-    """The words of the options that are right, and (option, key, problem) of the others.
-
-    tyro would stop at the first problem.
-    """
-    good: list[str] = []
+def _sort_out(overrides: Sequence[str]) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
+    """The values, by dotted key, of the options that are right; and (option, key, problem) of the
+    others."""
+    good: dict[str, Any] = {}
     problems = []
     types = option_types(Config)
     for option, values in _chunks(overrides):
-        key, _ = _key_of(option)
+        key, is_negated = _key_of(option)
         text = ""
         if not option:
             text = f"expected an option such as --run.steps 40, not {values[0]!r}"
@@ -236,15 +216,15 @@ def _sort_out(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str, str,
             section, _, name = key.rpartition(".")
             if values:
                 text = f"takes no value; write --{key} or --{section}.no_{name}."
+            else:
+                good[key] = not is_negated
         else:
             try:
-                convert(types[key], values, from_option=True)
+                good[key] = convert(types[key], values, from_option=True)
             except BadValue as error:
                 text = f"{error}."
         if text:
             problems.append((option or "command line", key, text))
-        else:
-            good += [option, *values]
     return good, problems
 
 
