@@ -147,7 +147,7 @@ class PlainLines:
     def _describe(self, row: Row) -> str:
         if "trainer/step_s" not in row:
             values = ", ".join(
-                f"{key.removeprefix('eval/')} {_number(value)}"
+                f"{key.removeprefix('eval/')} {number(value)}"
                 for key, value in row.items()
                 if key.startswith("eval/") and key.rpartition("/")[2] in ("accuracy", "reward")
             )
@@ -156,12 +156,12 @@ class PlainLines:
             f"{phase} {row[key]:.1f}" for phase, key in PHASES.items() if row.get(key) is not None
         )
         return (
-            f"step {row['step']}/{self._n_total}  reward {_number(row.get('reward/mean'))}  "
-            f"accuracy {_number(row.get('accuracy/train'))}  "
-            f"staleness {_number(row.get('staleness/mean'), 1)}  "
+            f"step {row['step']}/{self._n_total}  reward {number(row.get('reward/mean'))}  "
+            f"accuracy {number(row.get('accuracy/train'))}  "
+            f"staleness {number(row.get('staleness/mean'), 1)}  "
             f"{row['trainer/step_s']:.1f} s ({phases})  "
-            f"tokens/s {_number(row.get('generator/tokens_per_s'), 0)} generated, "
-            f"{_number(row.get('trainer/tokens_per_s'), 0)} trained  "
+            f"tokens/s {number(row.get('generator/tokens_per_s'), 0)} generated, "
+            f"{number(row.get('trainer/tokens_per_s'), 0)} trained  "
             f"ETA {_eta(self._feed, self._n_total)}"
         )
 
@@ -216,7 +216,7 @@ class LivePanel:
             Group(*parts),
             title=f"{self._run.root.name}  seed {self._cfg.run.seed}",
             title_align="left",
-            subtitle=f"{_clock(elapsed_s)}  Ctrl-C stops",
+            subtitle=f"{clock(elapsed_s)}  Ctrl-C stops",
             subtitle_align="right",
             border_style="blue",
             # The terminal echoes ^C behind the last line; a wrap there would leave a piece of the
@@ -231,18 +231,18 @@ class LivePanel:
         table.add_column()
         room = max(10, min(40, self._console.width - 46))
         if last:
-            reward = Text(f"{_number(last.get('reward/mean'))} ")
+            reward = Text(f"{number(last.get('reward/mean'))} ")
             reward.append(sparkline(rewards, room), style="green")
-            reward.append(f"  accuracy {_number(last.get('accuracy/train'))}")
+            reward.append(f"  accuracy {number(last.get('accuracy/train'))}")
             table.add_row("reward", reward)
         for name, points in evaluations(self._feed.rows).items():
-            table.add_row(name.replace("_", "-"), _before_after(points))
+            table.add_row(name.replace("_", "-"), before_after(points))
         if last:
             table.add_row(
                 "tokens/s",
-                f"{_number(last.get('generator/tokens_per_s'), 0)} generated   "
-                f"{_number(last.get('trainer/tokens_per_s'), 0)} trained   "
-                f"staleness {_number(last.get('staleness/mean'), 1)}",
+                f"{number(last.get('generator/tokens_per_s'), 0)} generated   "
+                f"{number(last.get('trainer/tokens_per_s'), 0)} trained   "
+                f"staleness {number(last.get('staleness/mean'), 1)}",
             )
         return table
 
@@ -254,18 +254,18 @@ def show_end(run: RunDir, summary: Summary, console: Console, *, picture: str | 
     table.add_column()
     table.show_header = False
     for name, points in summary["eval"].items():
-        table.add_row(f"{name.replace('_', '-')} {points['metric']}", _before_after(points))
+        table.add_row(f"{name.replace('_', '-')} {points['metric']}", before_after(points))
     if summary["reward_last"] is not None:
         table.add_row(
             "training reward",
-            f"{_number(summary['reward_first'])} → {_number(summary['reward_last'])} (means of 5)",
+            f"{number(summary['reward_first'])} → {number(summary['reward_last'])} (means of 5)",
         )
     table.add_row("steps", f"{summary['steps']}, median {_seconds(summary['step_s_median'])}")
     for phase, value in summary["phase_s_median"].items():
         if value is not None:
             table.add_row(f"  {_PHASE_LABELS[phase]}", _seconds(value))
     table.add_row("peak memory", f"{summary['peak_pss_bytes'] / 2**30:.2f} GiB, all processes")
-    table.add_row("wall time", _clock(summary["wall_s"]))
+    table.add_row("wall time", clock(summary["wall_s"]))
     console.print()
     console.print(table)
     # Not in the table, which would cut long paths.
@@ -333,18 +333,20 @@ def _peer_line(peers: Mapping[str, str]) -> RenderableType:
     return text
 
 
-def _before_after(points: Mapping[str, float | None]) -> str:
+def before_after(points: Mapping[str, float | None]) -> str:
+    """An evaluation's values around training."""
     before, after = points["before"], points["after"]
     if after is None:
-        return f"{_number(before)} before training"
-    return f"{_number(before)} → {_number(after)}"
+        return f"{number(before)} before training"
+    return f"{number(before)} → {number(after)}"
 
 
 def _row_key(row: Row) -> tuple[int, int, bool]:
     return row["attempt"], row["step"], "trainer/step_s" in row
 
 
-def _number(value: float | None, digits: int = 3) -> str:
+def number(value: float | None, digits: int = 3) -> str:
+    """A value as people read it, `-` when there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
@@ -354,14 +356,20 @@ def _seconds(value: float | None) -> str:
     return f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """`4:05` or `1:04:05`."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _eta(feed: StepFeed, n_total: int) -> str:
+def remaining_s(feed: StepFeed, n_total: int) -> float | None:
+    """Seconds the steps up to `n_total` will take at the pace of the last ten; None before the
+    first."""
     recent = [row["trainer/step_s"] for row in feed.steps[-10:]]
-    if not recent:
-        return "-"
-    return _clock(sum(recent) / len(recent) * (n_total - feed.n_steps))
+    return sum(recent) / len(recent) * (n_total - feed.n_steps) if recent else None
+
+
+def _eta(feed: StepFeed, n_total: int) -> str:
+    seconds = remaining_s(feed, n_total)
+    return "-" if seconds is None else clock(seconds)
