@@ -31,7 +31,7 @@ TEMPORARY_AGE_S = 3600.0
 _TRANSIENT = (errno.ENOENT, errno.ESTALE)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 
 class ShortRead(OSError):
@@ -139,7 +139,7 @@ def sweep_temporaries(directory: Path, *, older_than_s: float = TEMPORARY_AGE_S)
     """Remove temporaries that killed writers left in `directory`; return how many."""
     n_removed = 0
     with storage_errors("list", directory), os.scandir(directory) as entries:
-        candidates = [e for e in entries if _TEMPORARY.fullmatch(e.name)]
+        candidates = [e for e in entries if TEMPORARY_NAME.fullmatch(e.name)]
     for entry in candidates:
         with storage_errors("remove old temporary", Path(entry.path)):
             try:

@@ -16,6 +16,7 @@ import yaml
 
 from slurm_grpo.metrics import read_metrics
 from slurm_grpo.rundir import RunDir
+from slurm_grpo.staging.verify import verify_run
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
@@ -114,6 +115,15 @@ def resume(run: RunDir, *overrides: str, timeout_s: float = 240.0) -> None:
     log = run.root.parent.parent / "resume.log"
     code = finish(start("--resume", run.root, *overrides, log=log), timeout_s)
     assert code == 0, explain(run, log)
+
+
+def assert_whole(folder: Path) -> None:
+    """No run below `folder` has lost, damaged or twice trained an episode."""
+    for config in folder.rglob("config.yaml"):
+        run = RunDir(config.parent)
+        if run.episodes.is_dir():
+            findings = verify_run(run)
+            assert not findings, "\n".join([f"{run.root}:", *findings])
 
 
 def explain(run: RunDir, log: Path) -> str:

@@ -245,6 +245,12 @@ def read_all(file: h5py.File) -> Columns:
         raise ShardError("tokens/loss_mask holds zeros, which completions cannot express")
     if len(np.unique(columns["groups/group_id"])) != len(columns["groups/group_id"]):
         raise ShardError("groups/group_id holds a group twice")
+    group_of = np.repeat(columns["groups/group_id"], np.diff(columns["groups/episode_offsets"]))
+    episode_ids = columns["episodes/episode_id"]
+    if not np.array_equal(episode_ids // MAX_SAMPLES, group_of):
+        raise ShardError("episodes/episode_id names another group than the one that holds it")
+    if len(np.unique(episode_ids)) != len(episode_ids):
+        raise ShardError("episodes/episode_id holds an episode twice")
     filled = np.diff(tokens) > 0
     first = columns["tokens/policy_version"][tokens[:-1][filled]]
     if not np.array_equal(first, columns["episodes/policy_version_min"][filled]):

@@ -34,6 +34,7 @@ from slurm_grpo.fsio import (
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging import layout
 from slurm_grpo.staging.layout import Columns, ShardHeader
+from slurm_grpo.staging.ledger import read_ledger
 from slurm_grpo.types import Group
 
 logger = logging.getLogger(__name__)
@@ -214,14 +215,19 @@ def quarantine_shard(run: RunDir, path: str, reason: str) -> Path:
 
 
 def list_shards(run: RunDir) -> list[tuple[str, ShardName]]:
-    """Published shards as (path as in a ref, name): by attempt, then incarnation, then sequence."""
+    """Published shards as (path as in a ref, name): by attempt, then incarnation, then sequence.
+
+    Those that compaction has merged into another one are left out, even while they still exist.
+    """
     if not run.episodes.is_dir():
         return []
     with storage_errors("list", run.episodes):
         names = [ShardName.parse(n) for n in os.listdir(run.episodes)]
     shards = [n for n in names if n is not None]
     shards.sort(key=lambda n: (n.attempt, n.incarnation, n.sequence, n.engine_id, n.crc32))
-    return [(f"{run.episodes.name}/{n.file_name}", n) for n in shards]
+    merged = read_ledger(run).merged
+    found = [(f"{run.episodes.name}/{n.file_name}", n) for n in shards]
+    return [(path, name) for path, name in found if path not in merged]
 
 
 def _checked_groups(
@@ -234,7 +240,18 @@ def _checked_groups(
     if zlib.crc32(image) != crc32:
         raise ShardError(f"shard {path}: CRC {zlib.crc32(image):08x}, announced {crc32:08x}.")
     with _shard_errors(path), h5py.File(h5py.h5f.open_file_image(image)) as file:
+        _check_name(path, file)
         return _group_refs(layout.read_all(file))
+
+
+def _check_name(path: Path, file: h5py.File) -> None:
+    """The header says what the file's name says: nobody has renamed it or copied it here."""
+    name = ShardName.parse(path.name)
+    if name is None:
+        raise ShardError("not the name of a shard")
+    for key in ("engine_id", "attempt", "incarnation", "sequence"):
+        if (said := int(file.attrs[key])) != getattr(name, key):
+            raise ShardError(f"{key} is {said} in the file, {getattr(name, key)} in its name")
 
 
 @contextmanager
