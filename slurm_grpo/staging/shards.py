@@ -125,7 +125,11 @@ def publish_groups(run: RunDir, groups: list[Group], header: ShardHeader) -> Sha
     Raises ShardError when they cannot be stored, StorageError when the file system refuses;
     publishing the same groups again is then safe, under the same `header.sequence` too.
     """
-    columns = layout.build_columns(groups)
+    return publish_columns(run, layout.build_columns(groups), header)
+
+
+def publish_columns(run: RunDir, columns: Columns, header: ShardHeader) -> ShardRef:
+    """`publish_groups` for groups that are columns already."""
     image = layout.build_image(columns, header)
     group_refs = _group_refs(columns)
     name = ShardName(
