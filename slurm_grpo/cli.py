@@ -2,7 +2,7 @@
 
 A module is imported when its command is called, so that asking for a run's state imports no pandas
 and nothing here imports torch. Each has `add_arguments(parser)` and `run(arguments)`, which returns
-the exit code.
+the exit code; one that sets a default for `overrides` gets what its parser does not know there.
 """
 
 from __future__ import annotations
@@ -64,8 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"slurm-grpo {name}", description=command.help)
     module = importlib.import_module(command.module)
     module.add_arguments(parser)
+    arguments, options = parser.parse_known_args(words[len(name.split()) :])
+    if "overrides" in arguments:
+        arguments.overrides = options
+    elif options:
+        parser.error(f"unrecognized arguments: {' '.join(options)}")
     try:
-        return int(module.run(parser.parse_args(words[len(name.split()) :])))
+        return int(module.run(arguments))
     except SlurmGrpoError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

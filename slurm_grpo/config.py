@@ -23,6 +23,8 @@ class RunConfig:
     """Seeds prompts, sampling and nothing else: the initial weights come from `model.path`."""
     steps: int = 40
     """Optimizer steps to take."""
+    replay_of: str | None = None
+    """Set by `slurm-grpo replay`: the run directory whose episodes this run trains on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

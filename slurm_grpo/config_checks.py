@@ -76,7 +76,6 @@ _RANGES: dict[str, _Range] = {
     "generator.engine.block_size": _Range(
         lambda x: x > 0 and x % 32 == 0, "a multiple of 32, such as 32"
     ),
-    "generator.n_engines": _at_least(1),
     "generator.threads": _at_least(1),
     "generator.publish_groups": _at_least(1),
     "generator.publish_after_s": _POSITIVE,
@@ -117,7 +116,7 @@ def check(cfg: Config, *, skip: Collection[str] = ()) -> list[Finding]:
             )
     out_of_range = {finding.keys[0] for finding in findings}
     findings = [finding for finding in findings if finding.keys[0] not in skip]
-    for rules in (_run, _lengths, _algorithm, _unused, _model, _task, _cluster):
+    for rules in (_run, _replay, _lengths, _algorithm, _unused, _model, _task, _cluster):
         for finding in rules(cfg):
             if not set(finding.keys) & (out_of_range | set(skip)):
                 findings.append(finding)
@@ -147,6 +146,21 @@ def _run(cfg: Config) -> Iterator[Finding]:
             keys=("run.runs_dir",),
             text=f"run.runs_dir: {cfg.run.runs_dir} cannot be made, {parent} is no directory you "
             "may write to. Choose another with --run.runs_dir.",
+        )
+
+
+def _replay(cfg: Config) -> Iterator[Finding]:
+    n_engines = cfg.generator.n_engines
+    if cfg.run.replay_of is None and n_engines < 1:
+        yield Finding(
+            keys=("generator.n_engines",),
+            text=f"generator.n_engines: {n_engines} given; expected at least 1.",
+        )
+    if cfg.run.replay_of is not None and n_engines != 0:
+        yield Finding(
+            keys=("run.replay_of", "generator.n_engines"),
+            text=f"run.replay_of: {cfg.run.replay_of} given; expected nothing, since "
+            "`slurm-grpo replay` sets it, with generator.n_engines = 0. Leave it out.",
         )
 
 
@@ -268,6 +282,8 @@ def _model(cfg: Config) -> Iterator[Finding]:
 
 
 def _task(cfg: Config) -> Iterator[Finding]:
+    if cfg.run.replay_of is not None:
+        return  # its prompts and answers are in the episodes
     for keys, text in task_checks.check_task(cfg):
         yield Finding(keys=keys, text=f"{keys[0]}: {text}")
 

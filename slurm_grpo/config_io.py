@@ -43,20 +43,26 @@ class Problem:
 
 
 def load_config(
-    path: Path, overrides: Sequence[str] = (), *, site: Path | None = None, check: bool = True
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    site: Path | None = None,
+    base: Config | None = None,
+    check: bool = True,
 ) -> Config:
     """The configuration in `path`, changed by `overrides`: `["--trainer.optimizer.lr", "1e-5"]`.
 
     `site` is a file of the section `site`; keys that `path` has there too, and options, win over
-    it. Raises `ConfigError` listing every problem. `check=False` leaves out the rules of
+    it. What nobody names is as in `base`, by default the schema's defaults. Raises `ConfigError`
+    listing every problem. `check=False` leaves out the rules of
     `check_config` and thus everything that looks at other files.
     """
     reader = _reader(path)
-    cfg = _read(reader, Config, path)
+    cfg = _read(reader, base or Config(), path)
     readers = [reader]
     if site is not None:
         readers.append(site_reader := _reader(site, prefix="site."))
-        profile = _read(site_reader, SiteConfig, site)
+        profile = _read(site_reader, SiteConfig(), site)
         own = {f.name for f in dataclasses.fields(SiteConfig) if f"site.{f.name}" in reader.lines}
         profile = dataclasses.replace(profile, **{name: getattr(cfg.site, name) for name in own})
         cfg = dataclasses.replace(cfg, site=profile)
@@ -68,7 +74,7 @@ def load_config(
     flags = {_key_of(option)[0] for option, _ in _chunks(overrides)}
     values, override_problems = _sort_out(overrides)
     for key, value in values.items():
-        cfg = _with(cfg, key, value)
+        cfg = with_value(cfg, key, value)
     problems += [Problem(where=option, text=t) for option, _, t in override_problems]
     bad_keys |= {key for _, key, _ in override_problems}
 
@@ -86,7 +92,7 @@ def load_config(
     if not cfg.run.name:
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.") or "run"
         name = f"{stem}-seed{cfg.run.seed}-{datetime.now():%Y%m%d-%H%M%S}"
-        cfg = _with(cfg, "run.name", name)
+        cfg = with_value(cfg, "run.name", name)
     if check:
         found = config_checks.check(cfg, skip=bad_keys)
         problems += [problem(finding.keys[0], finding.text) for finding in found]
@@ -137,9 +143,9 @@ def _reader(path: Path, *, prefix: str = "") -> YamlReader:
     return YamlReader(path.name if path.parent == Path(".") else str(path), prefix=prefix)
 
 
-def _read(reader: YamlReader, cls: type[T], path: Path) -> T:
+def _read(reader: YamlReader, base: T, path: Path) -> T:
     try:
-        return reader.read(cls, path.read_text(encoding="utf-8-sig"))
+        return reader.read(type(base), path.read_text(encoding="utf-8-sig"), base)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
@@ -147,11 +153,11 @@ def _read(reader: YamlReader, cls: type[T], path: Path) -> T:
         ) from None
 
 
-def _with(section: Any, key: str, value: Any) -> Any:
+def with_value(section: Any, key: str, value: Any) -> Any:
     """A copy of a (nested) dataclass with the value under a dotted key replaced."""
     name, _, rest = key.partition(".")
     if rest:
-        value = _with(getattr(section, name), rest, value)
+        value = with_value(getattr(section, name), rest, value)
     return dataclasses.replace(section, **{name: value})
 
 
@@ -240,14 +246,14 @@ def _resolve_paths(
     if cfg.task.scorer.module_dir is None and ":" in cfg.task.scorer.name:
         extra = [Path(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
         directory = _module_dir(cfg.task.scorer.name, [file.absolute().parent, here, *extra])
-        cfg = _with(cfg, "task.scorer.module_dir", directory)
+        cfg = with_value(cfg, "task.scorer.module_dir", directory)
     for key in (*_DATA_PATHS, *_OTHER_PATHS):
         value = config_checks.get(cfg, key)
         if not value or (key == "cluster.python" and "/" not in value):
             continue
         base = file.absolute().parent if key in _DATA_PATHS and key not in flags else here
         try:
-            cfg = _with(cfg, key, os.path.normpath(base / _expand(value)))
+            cfg = with_value(cfg, key, os.path.normpath(base / _expand(value)))
         except KeyError as error:
             problems.append(
                 (

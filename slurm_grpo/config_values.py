@@ -122,8 +122,11 @@ class YamlReader:
         self.lines: dict[str, int] = {}
         """1-based line of every key given."""
 
-    def read(self, cls: type[T], text: str) -> T:
-        """An instance of `cls`; see `problems` afterwards."""
+    def read(self, cls: type[T], text: str, base: T | None = None) -> T:
+        """An instance of `cls`, with the values of `base` (the defaults) where `text` names none.
+
+        See `problems` afterwards.
+        """
         try:
             loader = yaml.SafeLoader(text)  # refuses control characters
             node = loader.get_single_node()
@@ -135,20 +138,20 @@ class YamlReader:
         except yaml.YAMLError as error:
             self.problems.append((self.file, "", f"not valid YAML: {error}."))
             node = None
-        return self._section(cls, node, self._prefix)
+        return self._section(base or cls(), node, self._prefix)
 
     def _bad(self, node: yaml.Node, key: str, text: str) -> None:
         self.problems.append((f"{self.file}:{node.start_mark.line + 1}", key, text))
 
-    def _section(self, cls: type[T], node: yaml.Node | None, prefix: str) -> T:
+    def _section(self, base: T, node: yaml.Node | None, prefix: str) -> T:
         values: dict[str, Any] = {}
-        hints = get_type_hints(cls)
+        hints = get_type_hints(type(base))
         if node is None or node.tag == _NULL:
-            return cls()
+            return base
         if not isinstance(node, yaml.MappingNode):
             keys = ", ".join(hints)
             self._bad(node, prefix.rstrip("."), f"expected a section with the keys {keys}.")
-            return cls()
+            return base
         for key_node, value_node in node.value:
             name = str(key_node.value)
             key = prefix + name
@@ -162,13 +165,13 @@ class YamlReader:
                     hint = f"Sections are nested: write `{rest}` in the section `{section}:`."
                 self._bad(key_node, key, f"unknown key. {hint}")
             elif dataclasses.is_dataclass(hints[name]):
-                values[name] = self._section(hints[name], value_node, key + ".")
+                values[name] = self._section(getattr(base, name), value_node, key + ".")
             else:
                 try:
                     values[name] = self._value(hints[name], value_node)
                 except BadValue as error:
                     self._bad(value_node, key, f"{error}.")
-        return cls(**values)
+        return dataclasses.replace(base, **values)  # type: ignore[type-var]
 
     @staticmethod
     def _value(hint: Any, node: yaml.Node) -> Any:

@@ -287,6 +287,9 @@ def next_commands(run: RunDir, summary: Summary) -> list[tuple[str, str]]:
     resume = f"{submit} --resume {shlex.quote(str(run.root))}"
     if summary["status"] != "done":
         return [("continue this run", resume)]
+    if source := summary.get("replay_of"):
+        again = f"slurm-grpo replay {shlex.quote(source)} --trainer.optimizer.lr 1e-6"
+        return [("the same episodes at another learning rate", again)]
     return [
         ("train for 20 more steps", f"{resume} --run.steps {summary['steps'] + 20}"),
         (

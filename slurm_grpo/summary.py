@@ -51,6 +51,7 @@ def build_summary(run: RunDir, cfg: Config, *, status: Status, error: str | None
         "status": status,
         "error": error,
         "seed": cfg.run.seed,
+        "replay_of": cfg.run.replay_of,
         "steps": max((row["step"] for row in steps), default=0),
         "eval": evaluations(rows),
         "reward_first": _mean_reward(steps[:5]),

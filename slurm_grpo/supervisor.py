@@ -48,6 +48,7 @@ MAX_END_S = 6.0
 _PSS_EVERY_S = 3.0
 _TAIL_LINES = 60
 _ROLE_MODULES = {"engine": "slurm_grpo.generator.role", "trainer": "slurm_grpo.trainer.role"}
+_REPLAY_MODULES = {"trainer": "slurm_grpo.trainer.replay"}
 _EXIT_MEANINGS = {
     ExitCode.OK: "by itself",
     ExitCode.FAILURE: "an unexpected exception",
@@ -95,7 +96,7 @@ def run_supervisor(
             lock,
             console=console or Console(),
             launcher=launcher or LocalLauncher(),
-            role_modules=role_modules or _ROLE_MODULES,
+            role_modules=role_modules or (_REPLAY_MODULES if cfg.run.replay_of else _ROLE_MODULES),
         )
         return supervisor.run_attempt()
     finally:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -138,7 +139,7 @@ def load_state(
     for directory in (run.episodes, run.manifests):
         sweep_temporaries(directory)
     starts = read_resumed_from(run)
-    committed = _committed_manifests(run, starts, resume_step)
+    committed = committed_manifests(run, resume_step)
     consumed = frozenset(g for m in committed for g, _ in m.groups)
     dropped = frozenset(g for m in committed for g in m.dropped)
     done = consumed | dropped
@@ -177,23 +178,27 @@ def load_state(
     )
 
 
-def _committed_manifests(
-    run: RunDir, starts: Mapping[int, int], resume_step: int
-) -> list[Manifest]:
-    """One manifest per step 1..resume_step, in order. Raises ShardError when one is missing."""
+def committed_manifests(run: RunDir, last_step: int | None = None) -> list[Manifest]:
+    """One manifest per step 1..last_step (None: the newest committed one), in order.
+
+    Raises ShardError when one is missing, damaged or contradicts another.
+    """
+    starts = read_resumed_from(run)
+    limit = sys.maxsize if last_step is None else last_step
     by_step: dict[int, Manifest] = {}
     for path, step, attempt in list_manifests(run):
-        if step > _limit(attempt, starts, resume_step):
+        if step > _limit(attempt, starts, limit):
             continue
         manifest = read_manifest(path)
         if (manifest.step, manifest.attempt) != (step, attempt) or step in by_step:
             raise ShardError(f"manifest {path}: contradicts its name or another of this step.")
         by_step[step] = manifest
-    missing = [s for s in range(1, resume_step + 1) if s not in by_step]
+    last_step = max(by_step, default=0) if last_step is None else last_step
+    missing = [s for s in range(1, last_step + 1) if s not in by_step]
     if missing:
         raise ShardError(
             f"{run.manifests}: no committed manifest of step {missing[0]} ({len(missing)} missing "
-            f"up to {resume_step}). Restore them, or resume from a checkpoint before that step."
+            f"up to {last_step}). Restore them, or resume from a checkpoint before that step."
         )
     return [by_step[s] for s in sorted(by_step)]
 

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from slurm_grpo.config import Config
 from slurm_grpo.control.client import ControlClient, who_is_missing
@@ -32,6 +32,13 @@ class StepPlan:
     groups: tuple[tuple[GroupRef, ShardRef], ...]
     n_dropped_stale: int
     n_dropped_no_signal: int
+
+
+class StepSource(Protocol):
+    """Where the plans of the steps come from."""
+
+    def poll(self, step: int) -> StepPlan | None:
+        """The step's plan, its manifest written, or None while groups are missing."""
 
 
 class Picker:

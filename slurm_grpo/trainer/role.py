@@ -28,7 +28,7 @@ from slurm_grpo.trainer.batching import assign_to_ranks
 from slurm_grpo.trainer.checkpoint import export_hf, load_checkpoint, prune, save_checkpoint
 from slurm_grpo.trainer.crew import Crew
 from slurm_grpo.trainer.learner import Learner
-from slurm_grpo.trainer.picker import Picker, StepPlan
+from slurm_grpo.trainer.picker import Picker, StepPlan, StepSource
 from slurm_grpo.trainer.policy_sync import PolicySync
 from slurm_grpo.trainer.step_metrics import combine, condense
 from slurm_grpo.types import Group
@@ -56,15 +56,17 @@ class TrainerLoop:
         self._crew = Crew(context.client, device, timeout_s=_group_timeout_s(cfg))
         self._learner = Learner(cfg, device)
         self._policy = PolicySync(cfg, context.client, self._crew, self._learner)
-        source = build_prompt_source(cfg.task, cfg.run.seed)
-        self._held_out = source.eval_prompts(cfg.evaluation.n_prompts)
+        self._n_held_out = 0
+        if cfg.evaluation.n_prompts:
+            source = build_prompt_source(cfg.task, cfg.run.seed)
+            self._n_held_out = len(source.eval_prompts(cfg.evaluation.n_prompts))
         self._start = self._crew.share(lambda: latest_complete(context.run) or 0)
         if self._start:
             load_checkpoint(context.run, self._start, self._learner)
         self._saved = self._start
         self._metrics: MetricsWriter | None = None
         self._wandb: WandbLogger | None = None
-        self._picker: Picker | None = None
+        self._picker: StepSource | None = None
         if self._crew.leads:
             self._begin()
 
@@ -72,6 +74,14 @@ class TrainerLoop:
         """Rank 0: open the attempt's books and tell the scheduler where the run stands."""
         context, cfg = self._context, self._cfg
         write_durably(context.attempt_dir.resumed_from, f"{self._start}\n".encode())
+        self._picker = self._make_picker()
+        self._metrics = MetricsWriter(context.run.metrics_file("trainer"), attempt=context.attempt)
+        if cfg.wandb.enabled:
+            self._wandb = WandbLogger(cfg, context.run, context.attempt)
+
+    def _make_picker(self) -> StepSource:
+        """What plans the steps; tells the scheduler which groups are done and which are there."""
+        context, cfg = self._context, self._cfg
         state = load_state(
             context.run,
             self._start,
@@ -79,10 +89,6 @@ class TrainerLoop:
             groups_per_step=cfg.algorithm.groups_per_step,
             max_staleness=cfg.algorithm.max_staleness,
         )
-        self._metrics = MetricsWriter(context.run.metrics_file("trainer"), attempt=context.attempt)
-        if cfg.wandb.enabled:
-            self._wandb = WandbLogger(cfg, context.run, context.attempt)
-        self._picker = Picker(cfg, context.run, context.attempt, context.client, state)
         self._client.send(
             "begin",
             next_group=state.next_group,
@@ -90,6 +96,7 @@ class TrainerLoop:
             consumed=sorted(g for g in state.consumed | state.dropped if g >= state.next_group),
             available=[ref.to_json() for ref in state.available],
         )
+        return Picker(cfg, context.run, context.attempt, context.client, state)
 
     def run(self) -> None:
         """Until the last step, a boundary stop, or an error."""
@@ -220,13 +227,13 @@ class TrainerLoop:
         """Before the first step, after the last, and as often as `evaluation.every_steps` says."""
         every = self._cfg.evaluation.every_steps
         at_an_end = step in (0, self._cfg.run.steps)
-        return bool(self._held_out) and (at_an_end or bool(every and step % every == 0))
+        return bool(self._n_held_out) and (at_an_end or bool(every and step % every == 0))
 
     def _send(self, version: int) -> dict[str, float]:
         """Hand the weights over; an evaluation is asked for first, so engines begin with it."""
         if self._evaluation_due(version) and self._crew.leads:
             self._client.send(
-                "evaluate", eval_id=f"step-{version}", version=version, n=len(self._held_out)
+                "evaluate", eval_id=f"step-{version}", version=version, n=self._n_held_out
             )
         return self._policy.send(version)
 
