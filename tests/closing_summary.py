@@ -1,7 +1,8 @@
 """What tests/run.sh prints last: each check with its time, each failed test, the totals.
 
-Reads `checks.tsv` (name, exit code, seconds) and one JUnit file per pytest call. Exits with 1 if
-anything failed, or if no test ran at all.
+Reads `checks.tsv` (name, exit code, seconds), one JUnit file per pytest call, and `not_run.tsv`
+(name, reason) where this machine cannot run some. Exits with 1 if anything failed, or if no test
+ran at all.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ def summarize(results: Path) -> tuple[str, bool]:
         told = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
         lines.append(f"{name:<12} {int(seconds):>5} s  {outcome:<9} {told}".rstrip())
     lines += [f"FAILED {test}" for test in failures]
+    if (not_run := results / "not_run.tsv").is_file():
+        for line in not_run.read_text().splitlines():
+            name, reason = line.split("\t", 1)
+            lines.append(f"!!! NOT RUN: {name}: {reason}")
     n_failed = totals["failed"]
     lines.append(f"{totals['passed']} passed, {n_failed} failed, {totals['skipped']} skipped")
     return "\n".join(lines), all_ok and totals["passed"] > 0

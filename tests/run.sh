@@ -36,6 +36,18 @@ tests() {
         --junitxml="$results/$name.xml" "$@"
 }
 
+# not_run NAME REASON: said now and again in the summary.
+not_run() {
+    printf '\n!!! NOT RUN: %s: %s\n' "$1" "$2"
+    printf '%s\t%s\n' "$1" "$2" >>"$results/not_run.tsv"
+}
+
+# Tests of clusters need a real Slurm, which root can install with apt.
+printf '  Finding or installing Slurm ... '
+slurm=1
+why=$(bash tests/slurm/cluster.sh install 2>&1 >>"$SETUP_LOG") || slurm=0
+((slurm)) && printf 'done\n' || not_run slurm "$(tail -n 1 <<<"$why")"
+
 check lint "$PYTHON" -m ruff check .
 check format "$PYTHON" -m ruff format --check .
 check types "$PYTHON" -m mypy
@@ -45,9 +57,13 @@ tests model "model and not gpu and not slurm and not slow" tests
 if [[ $(package_set) == cuda ]]; then
     tests gpu "gpu and not slurm and not slow" tests
 fi
+if ((slurm)); then
+    tests slurm "slurm and not gpu and not slow" tests/slurm
+fi
 if [[ $all == --all ]]; then
-    gpu=$([[ $(package_set) == cuda ]] || printf ' and not gpu')
-    tests slow "slow and not slurm$gpu" tests
+    without=$([[ $(package_set) == cuda ]] || printf ' and not gpu')
+    ((slurm)) || without+=' and not slurm'
+    tests slow "slow$without" tests
 fi
 
 "$PYTHON" tests/closing_summary.py "$results"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import tempfile
 import time
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 SCRIPT = Path(__file__).parent / "slurm" / "cluster.sh"
-TOOLS = ("slurmctld", "slurmd", "sbatch", "munged")
 LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
 
 
@@ -115,13 +113,16 @@ class Cluster:
             time.sleep(0.1)
 
 
-def why_not() -> str:
+def why_not(*, accounting: bool = False) -> str:
     """What keeps this machine from running a cluster; empty if nothing does."""
-    if os.geteuid() != 0:
-        return "only root can start slurmd and munged"
-    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"])
-    missing = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
-    return f"{', '.join(missing)} missing: apt-get install slurm-wlm munge" if missing else ""
+    checked = subprocess.run(
+        ["bash", str(SCRIPT), "check"],
+        env={**os.environ, "ACCOUNTING": "1" if accounting else ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return checked.stderr.strip() if checked.returncode else ""
 
 
 @contextmanager

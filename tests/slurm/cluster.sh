@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # A real Slurm on one machine, for tests: no systemd, loopback only, everything in one directory.
 #
+#   cluster.sh check                  say what is missing, if anything
+#   cluster.sh install                install it, with apt
 #   cluster.sh start DIR              make it, or find it running; prints the lines to `eval`
 #   cluster.sh stop DIR               end it and everything it started, remove DIR
 #   cluster.sh kill-node NODE DIR     SIGKILL a node's slurmd: its tasks live on
@@ -8,7 +10,7 @@
 #   cluster.sh processes DIR [NAME=VALUE]
 #                                     processes of jobs (with that in their environment), one a line
 #
-# Needs root, slurm-wlm and munge. Several clusters may run side by side. Nodes of 8 (pretended) CPUs:
+# Needs root, slurm-wlm and munge (accounting: slurmdbd, mariadb-server). Several clusters may run side by side. Nodes of 8 (pretended) CPUs:
 #   gen1 gen2 (2 GPUs)   train1 train2 (4 GPUs)   a1 a2 (4 GPUs; sort before the others)
 # Partitions: gen, train, early (a1 a2), all; low (requeued when high wants its nodes) and high.
 #
@@ -168,6 +170,7 @@ END
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=127.0.0.1
 AccountingStoragePort=$DBD_PORT
+AccountingStoragePass=$DIR/munge/socket
 END
     else
         echo AccountingStorageType=accounting_storage/none >>"$CONF"
@@ -229,13 +232,36 @@ watch_owner() {
         exec env -u SLURM_TEST_DAEMON bash '$SCRIPT' stop '$DIR'"
 }
 
-start() {
-    local tool node
-    ((EUID == 0)) || die "only root can start slurmd and munged here."
+check() {
+    local tool
+    ((EUID == 0)) || die "only root can start slurmd and munged."
     for tool in munged slurmctld slurmd sinfo ${ACCOUNTING:+mariadbd slurmdbd}; do
         command -v "$tool" >/dev/null || die "$tool is missing: apt-get install slurm-wlm munge" \
-            "${ACCOUNTING:+mariadb-server slurmdbd}"
+            "${ACCOUNTING:+slurmdbd mariadb-server}"
     done
+}
+
+# The packages' own services are not to start: policy-rc.d says so to Debian's scripts.
+install() {
+    local policy=/usr/sbin/policy-rc.d
+    ! (ACCOUNTING=1 check 2>/dev/null) || return 0
+    ((EUID == 0)) || die "only root can install and start Slurm."
+    command -v apt-get >/dev/null || die "there is no apt-get to install slurm-wlm and munge with."
+    if [[ ! -e $policy ]]; then
+        trap 'rm -f /usr/sbin/policy-rc.d' EXIT
+        printf '#!/bin/sh\nexit 101\n' >"$policy"
+        chmod 755 "$policy"
+    fi
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get -q update || true # an old list may still do
+    apt-get -q install -y --no-install-recommends slurm-wlm munge ||
+        die "apt-get cannot install slurm-wlm and munge."
+    apt-get -q install -y --no-install-recommends slurmdbd mariadb-server || true
+}
+
+start() {
+    local node
+    check
     ((${#DIR} < 80)) || die "$DIR is too long for a socket's path; at most 80 characters."
     if [[ -e $DIR/cluster ]]; then
         if [[ -n $(daemon_pids slurmctld) ]] && all_idle 2>/dev/null; then
@@ -290,6 +316,7 @@ stop() {
 }
 
 case ${1:-}:$# in
+    check:1 | install:1) DIR=/nowhere ;;
     start:2 | stop:2 | processes:[23]) DIR=$2 ;;
     kill-node:3 | start-node:3) DIR=$3 ;;
     *) die "see the first lines of this file for its use." ;;
@@ -298,7 +325,7 @@ SCRIPT=$(realpath "${BASH_SOURCE[0]}")
 DIR=$(realpath -m "$DIR")
 CONF=$DIR/slurm.conf
 case $1 in
-    start | stop) "$1" ;;
+    check | install | start | stop) "$1" ;;
     kill-node)
         pid=$(daemon_pids "slurmd-$2")
         [[ -n $pid ]] || die "no slurmd of $2 is running."

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from slurm_cluster import SCRIPT, Cluster, running_cluster
+from slurm_cluster import SCRIPT, Cluster, running_cluster, why_not
 
 pytestmark = pytest.mark.slurm
 
@@ -107,6 +107,15 @@ def test_two_clusters_side_by_side_with_pgid_and_a_job_left_running(slurm_works:
             wait_until(partial(each.processes, f"SLURM_JOB_ID={job.job}"))
         assert "proctrack/pgid" in one.run("scontrol", "show", "config")
     assert not mentions(one.directory) + mentions(other.directory)
+
+
+def test_cluster_with_accounting_remembers_jobs(slurm_works: None) -> None:
+    if reason := why_not(accounting=True):
+        pytest.skip(f"NOT RUN: {reason}")
+    with running_cluster(accounting=True) as cluster:
+        job = cluster.run("sbatch", "--parsable", "-o/dev/null", "--wrap", "exit 3").strip()
+        cluster.wait_state(job, "FAILED")
+        wait_until(lambda: "FAILED|3:0" in cluster.run("sacct", "-nPXj", job, "-oState,ExitCode"))
 
 
 def test_cluster_ends_with_the_process_that_owns_it(slurm_works: None) -> None:

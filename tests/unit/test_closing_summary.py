@@ -43,6 +43,14 @@ def test_group_without_tests_is_no_failure_but_a_run_without_tests_is(tmp_path: 
     assert not summarize(write(tmp_path, "lint\t0\t1\n"))[1]
 
 
+def test_what_this_machine_cannot_run_is_said_and_fails_nothing(tmp_path: Path) -> None:
+    results = write(tmp_path, "unit\t0\t3\n", unit=PASSED)
+    (results / "not_run.tsv").write_text("slurm\tonly root can start slurmd\n")
+    text, ok = summarize(results)
+    assert ok
+    assert "!!! NOT RUN: slurm: only root can start slurmd" in text.splitlines()
+
+
 def test_check_that_fails_without_tests_fails_the_run(tmp_path: Path) -> None:
     assert not summarize(write(tmp_path, "types\t1\t9\nunit\t0\t3\n", unit=PASSED))[1]
 
