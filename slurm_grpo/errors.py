@@ -67,6 +67,13 @@ class ShardError(StorageError):
     """A shard or manifest on disk is missing, incomplete, damaged or of an unknown schema."""
 
 
+class AnalysisError(SlurmGrpoError):
+    """A question about a run that cannot be answered as it was asked: no such run, column or
+    episode."""
+
+    exit_code = ExitCode.CONFIG
+
+
 class SyncError(SlurmGrpoError):
     """A weight transfer failed or its two sides disagree about the bytes."""
 
