@@ -21,6 +21,7 @@ from slurm_grpo.errors import AnalysisError, ShardError, StorageError
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging import layout
 from slurm_grpo.staging.layout import Array
+from slurm_grpo.staging.ledger import read_ledger
 from slurm_grpo.staging.manifest import Manifest, last_valid, list_manifests, read_manifest
 from slurm_grpo.staging.shards import ShardName, list_shards, open_shard
 
@@ -57,7 +58,8 @@ class RunIndex:
     damaged: dict[str, str] = field(default_factory=dict)
     """What is wrong, by path of each shard or manifest that could not be read."""
     n_gone: int = 0
-    """Groups that a committed step trained on and that no readable shard holds."""
+    """Groups that a committed step trained on and that no readable shard holds: retired, or in a
+    damaged one."""
 
     def read(self, path: str, action: Callable[[h5py.File], T]) -> T | None:
         """`action` of the open shard at `path`; None when it is damaged, which is logged once."""
@@ -108,10 +110,11 @@ def read_index(root: Path) -> RunIndex:
 
 def _trained_groups(index: RunIndex) -> Mapping[str, dict[int, int]]:
     """By shard path, the step that trained on each of its groups."""
+    ledger = read_ledger(index.run)
     trained: dict[str, dict[int, int]] = {}
     for step, manifest in index.manifests.items():
         for group_id, path in manifest.groups:
-            trained.setdefault(path, {})[group_id] = step
+            trained.setdefault(ledger.resolve(path), {})[group_id] = step
     return trained
 
 
