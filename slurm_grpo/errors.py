@@ -67,13 +67,6 @@ class ShardError(StorageError):
     """A shard or manifest on disk is missing, incomplete, damaged or of an unknown schema."""
 
 
-class AnalysisError(SlurmGrpoError):
-    """A question about a run that cannot be answered as it was asked: no such run, column or
-    episode."""
-
-    exit_code = ExitCode.CONFIG
-
-
 class SyncError(SlurmGrpoError):
     """A weight transfer failed or its two sides disagree about the bytes."""
 
@@ -96,3 +89,7 @@ class SubmissionRefused(SlurmGrpoError):
     """Slurm did not take a job; the text has its words."""
 
     exit_code = ExitCode.CONFIG
+
+
+class JobFailed(SlurmGrpoError):
+    """A job that was waited for ended without success; the text ends with its last words."""

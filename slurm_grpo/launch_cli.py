@@ -1,7 +1,7 @@
-"""What `launch/submit.py` does: from arguments to a checked configuration, a run directory and a
-supervisor.
+"""What `launch/submit.py` does: from arguments to a checked configuration, a run directory, and a
+supervisor in the foreground or a job in Slurm's queue.
 
-Runs on the login node, in well under a second up to the supervisor. Promises that nothing is made
+Runs on the login node, in well under a second. Promises that nothing is made
 or started while anything is wrong, and that an existing run is continued or left alone, never
 overwritten. Knows nothing about how the run proceeds.
 """
@@ -9,6 +9,8 @@ overwritten. Knows nothing about how the run proceeds.
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -20,13 +22,21 @@ from typing import TypeAlias
 from slurm_grpo import config_io
 from slurm_grpo.checkpoint_dirs import latest_complete
 from slurm_grpo.config import Config
-from slurm_grpo.errors import ConfigError, SlurmGrpoError
+from slurm_grpo.errors import (
+    ConfigError,
+    ExitCode,
+    SlurmGrpoError,
+    SlurmUnavailable,
+    SubmissionRefused,
+)
 from slurm_grpo.fsio import storage_errors
+from slurm_grpo.run_state import stand
 from slurm_grpo.rundir import RunDir
 
 _PROGRAM = "python launch/submit.py"
-_USAGE = f"""{_PROGRAM} CONFIG.yaml [--section.option VALUE ...] [--dry-run]
-       {_PROGRAM} --resume RUN_DIR [--run.steps N] [--dry-run]"""
+_USAGE = f"""{_PROGRAM} CONFIG.yaml [--site SITE.yaml] [--section.option VALUE ...]
+       {_PROGRAM} --resume RUN_DIR [--run.steps N]
+       each with [--dry-run | --test-only | --wait]"""
 # tyro wraps paragraphs at no width of its own, and keeps the lines that begin with a space.
 _DESCRIPTION = f"""\
   Start a run:     {_PROGRAM} CONFIG.yaml [OPTIONS] [--dry-run]
@@ -34,8 +44,16 @@ _DESCRIPTION = f"""\
   CONFIG.yaml sets the options below, nested by their dots; options given here
   win. --dry-run checks everything, shows the resolved configuration and what
   would start, and ends. With CONFIG.yaml, the defaults below are the file's.
+  With cluster.kind slurm, a job is submitted:
+    --site SITE.yaml  fills the section `site`; what CONFIG.yaml says wins
+    --dry-run         prints the exact batch script instead; needs no Slurm
+    --test-only       asks Slurm when it would start instead
+    --wait            follows it and ends with the run's result
 """
 
+
+_SWITCHES = ("--help", "--dry-run", "--test-only", "--wait")
+_SPELLINGS = {"-h": "--help", "--dry_run": "--dry-run", "--test_only": "--test-only"}
 
 Supervise: TypeAlias = Callable[[RunDir, Config], int]
 
@@ -46,45 +64,65 @@ class Arguments:
 
     config: Path | None
     resume: Path | None
+    site: Path | None
     overrides: list[str]
-    dry_run: bool
-    help: bool
+    switches: frozenset[str]
+    """Of `_SWITCHES`, those given."""
 
 
 def main(argv: Sequence[str], start: Supervise | None = None) -> int:
     """Do what `argv` (without the program's name) asks for; the exit code.
 
-    `start` runs the attempt, `run_supervisor` by default.
+    `start` runs the attempt or submits it; by default, what `cluster.kind` says.
     """
     try:
         arguments = parse(argv)
-        if arguments.help or arguments.dry_run:
+        if arguments.switches & {"--help", "--dry-run"}:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
-        if arguments.help:
+        if "--help" in arguments.switches:
             return _print_help(arguments.config)
-        if arguments.resume is not None:
-            run, cfg = _resumed(arguments.resume, arguments.overrides)
-        else:
-            if arguments.config is None:
-                raise ConfigError(f"no configuration given.\nusage: {_USAGE}")
-            cfg = config_io.load_config(arguments.config, arguments.overrides)
-            run = RunDir(Path(cfg.run.runs_dir) / cfg.run.name)
-            _refuse_existing(run)
-        if arguments.dry_run:
+        run, cfg = _asked_for(arguments)
+        if "--dry-run" in arguments.switches:
             sys.stdout.write(describe(run, cfg))
             return 0
+        if "--test-only" in arguments.switches:
+            return _test_only(run, cfg)
         _require_role_packages(cfg)
-        with storage_errors("make the run directory", run.root):
-            run.create()
-        if not config_io.freeze_config(cfg, run.config, replace=arguments.resume is not None):
-            raise ConfigError(
-                f"run.name: {run.root} was just taken by a run with another configuration. Choose "
-                "another --run.name, or remove the directory if nothing runs there."
-            )
-        return (start or _supervise)(run, cfg)
+        is_new = not run.root.exists()
+        try:
+            _make(run, cfg, replace=arguments.resume is not None)
+            if start is not None or cfg.cluster.kind == "local":
+                return (start or _supervise)(run, cfg)
+            return _submit(run, cfg, wait="--wait" in arguments.switches)
+        except (SubmissionRefused, SlurmUnavailable):
+            if is_new:  # or the next try would meet this one's configuration
+                shutil.rmtree(run.root)
+            raise
     except SlurmGrpoError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+
+
+def _asked_for(arguments: Arguments) -> tuple[RunDir, Config]:
+    """The run to start or continue, checked; nothing is made yet."""
+    if arguments.resume is not None:
+        return _resumed(arguments.resume, arguments.overrides)
+    if arguments.config is None:
+        raise ConfigError(f"no configuration given.\nusage: {_USAGE}")
+    cfg = config_io.load_config(arguments.config, arguments.overrides, site=arguments.site)
+    run = RunDir(Path(cfg.run.runs_dir) / cfg.run.name)
+    _refuse_existing(run, cfg)
+    return run, cfg
+
+
+def _make(run: RunDir, cfg: Config, *, replace: bool) -> None:
+    with storage_errors("make the run directory", run.root):
+        run.create()
+    if not config_io.freeze_config(cfg, run.config, replace=replace):
+        raise ConfigError(
+            f"run.name: {run.root} was just taken by a run with another configuration. Choose "
+            "another --run.name, or remove the directory if nothing runs there."
+        )
 
 
 def _require_role_packages(cfg: Config) -> None:
@@ -105,38 +143,87 @@ def _supervise(run: RunDir, cfg: Config) -> int:
     return run_supervisor(run, cfg)
 
 
+def _submit(run: RunDir, cfg: Config, *, wait: bool) -> int:
+    from slurm_grpo.slurm.submission import submit_run, wait_for_end
+
+    submission = submit_run(run, cfg)
+    job_id, where = submission.job.job_id, shlex.quote(str(run.root))
+    command = Path(sys.executable).with_name("slurm-grpo")
+    program = shlex.quote(str(command)) if command.is_file() else "slurm-grpo"
+    sys.stdout.write(
+        f"submitted job {job_id}\n"
+        f" run directory  {run.root}\n"
+        f" state          {program} status {where}\n"
+        f" follow         {program} logs --follow {where}\n"
+        f" cancel         {program} cancel {where}\n"
+    )
+    sys.stdout.flush()
+    if not wait:
+        return ExitCode.OK
+    try:
+        wait_for_end(submission)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\njob {job_id} goes on; `{program} cancel {where}` ends it.\n")
+        return 128 + signal.SIGINT
+    return ExitCode.OK
+
+
+def _test_only(run: RunDir, cfg: Config) -> int:
+    from slurm_grpo.slurm.submission import expected_start
+
+    if cfg.cluster.kind == "local":
+        raise ConfigError(
+            "--test-only: asks Slurm, and cluster.kind is local. Use --dry-run, or set the kind."
+        )
+    sys.stdout.write(expected_start(run, cfg))
+    return ExitCode.OK
+
+
 def parse(argv: Sequence[str]) -> Arguments:
     """Split the command line; options of the configuration are passed on as they are."""
-    config, resume = None, None
+    config: Path | None = None
+    files: dict[str, Path | None] = {"--resume": None, "--site": None}
+    expected = {
+        "--resume": "a run directory, such as runs/my-run",
+        "--site": "a YAML file, such as configs/sites/plain.yaml",
+    }
     overrides: list[str] = []
-    dry_run = show_help = False
+    switches: set[str] = set()
     words = iter(argv)
     for word in words:
-        if word in ("-h", "--help"):
-            show_help = True
-        elif word in ("--dry-run", "--dry_run"):
-            dry_run = True
-        elif word == "--resume" or word.startswith("--resume="):
-            value = word.partition("=")[2] or next(words, "")
+        name, _, value = word.partition("=")
+        if (switch := _SPELLINGS.get(word, word)) in _SWITCHES:
+            switches.add(switch)
+        elif name in files:
+            value = value or next(words, "")
             if not value or value.startswith("--"):
-                raise ConfigError("--resume: expected a run directory, such as runs/my-run.")
-            resume = Path(value)
+                raise ConfigError(f"{name}: expected {expected[name]}.")
+            files[name] = Path(value)
         elif config is None and not overrides and not word.startswith("-"):
             config = Path(word)
         else:
             overrides.append(word)
-    if config is not None and resume is not None:
+    resume, site = files["--resume"], files["--site"]
+    if resume is not None and (other := config or site):
         raise ConfigError(
-            f"{config}: not used with --resume, since {resume} holds the run's own configuration. "
+            f"{other}: not used with --resume, since {resume} holds the run's own configuration. "
             "Leave one of them out."
         )
     return Arguments(
-        config=config, resume=resume, overrides=overrides, dry_run=dry_run, help=show_help
+        config=config,
+        resume=resume,
+        site=site,
+        overrides=overrides,
+        switches=frozenset(switches),
     )
 
 
 def describe(run: RunDir, cfg: Config) -> str:
-    """The resolved configuration, and what would be started."""
+    """The resolved configuration and what would be started; or the script of the job."""
+    if cfg.cluster.kind == "slurm":
+        from slurm_grpo.slurm.submission import script_of_next
+
+        return script_of_next(run, cfg)
     resume = ""
     if numbers := run.attempt_numbers():
         resume = f", attempt {max(numbers) + 1}, continuing after step {latest_complete(run) or 0}"
@@ -161,20 +248,32 @@ def describe(run: RunDir, cfg: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _refuse_existing(run: RunDir) -> None:
-    numbers = run.attempt_numbers()
-    if not numbers:
+def _refuse_existing(run: RunDir, cfg: Config) -> None:
+    n_begun = len(run.attempt_numbers())
+    n_submitted = len(list(run.jobs.glob("*/job_id"))) if cfg.cluster.kind == "slurm" else 0
+    if not n_begun and not n_submitted:
         return
-    _refuse_live(run)
+    _refuse_live(run, cfg)
+    held = f"{n_begun} attempt{'s' if n_begun != 1 else ''}"
     raise ConfigError(
-        f"run.name: {run.root} holds a run already ({len(numbers)} attempt"
-        f"{'s' if len(numbers) > 1 else ''}). Continue it with --resume {run.root}, or choose "
-        "another --run.name."
+        f"run.name: {run.root} holds a run already ({held}). Continue it with --resume "
+        f"{run.root}, or choose another --run.name."
     )
 
 
-def _refuse_live(run: RunDir) -> None:
-    """Raise, naming it, if a supervisor is at work there; it looks again itself when it starts."""
+def _refuse_live(run: RunDir, cfg: Config) -> None:
+    """Raise, naming it, if a job of the run is queued or a supervisor at work there; a supervisor
+    looks again itself when it starts."""
+    if cfg.cluster.kind == "slurm":
+        standing = stand(run)
+        if standing.is_alive:
+            jobs = ", ".join(standing.job_ids) or "a supervisor elsewhere"
+            raise ConfigError(
+                f"{run.root}: a live run has this directory ({jobs}, {standing.word}), and it can "
+                f"have only one. Wait for it, end it with `slurm-grpo cancel {run.root}`, or start "
+                "under another --run.name."
+            )
+        return
     from slurm_grpo.attempt import RunLock
 
     lock = RunLock(run)
@@ -190,7 +289,6 @@ def _resumed(root: Path, overrides: Sequence[str]) -> tuple[RunDir, Config]:
             f"--resume: {root} is no run directory (no config.yaml in it). Give a directory that a "
             "run has made, such as runs/my-run."
         )
-    _refuse_live(run)
     strangers = [w for w in overrides if w.startswith("-") and w.partition("=")[0] != "--run.steps"]
     if strangers:
         raise ConfigError(
@@ -198,6 +296,7 @@ def _resumed(root: Path, overrides: Sequence[str]) -> tuple[RunDir, Config]:
             "changed. Start a new run for anything else."
         )
     cfg = config_io.load_config(run.config, overrides)
+    _refuse_live(run, cfg)
     done = latest_complete(run) or 0
     if done > cfg.run.steps or (done == cfg.run.steps and _is_finished(run)):
         raise ConfigError(

@@ -18,6 +18,12 @@ class RunDir:
         return self.root / "config.yaml"
 
     @property
+    def jobs(self) -> Path:
+        """One directory a submission to Slurm, numbered from 0, and a link to it named after its
+        job id."""
+        return self.root / "jobs"
+
+    @property
     def attempts(self) -> Path:
         return self.root / "attempts"
 

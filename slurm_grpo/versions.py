@@ -27,11 +27,15 @@ _PACKAGES = (
 )
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 """The directory that holds the package, for PYTHONPATH."""
+VERSION_FILE = "VERSION"
+"""Beside a snapshot of the package: the `code_version` of what it was copied from."""
 
 
 @functools.cache
 def code_version() -> str:
     """The package's version, with the commit when it runs from a checkout (`.dirty` if edited)."""
+    if (PACKAGE_ROOT / VERSION_FILE).is_file():
+        return (PACKAGE_ROOT / VERSION_FILE).read_text()
     try:
         version = metadata.version("slurm_grpo")
     except metadata.PackageNotFoundError:

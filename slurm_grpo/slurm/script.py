@@ -39,7 +39,12 @@ def job_script(cfg: Config, *, job_dir: Path, code_dir: Path, command: str) -> s
         "output": str(job_dir / "slurm.out"),
         "chdir": str(job_dir),
     }
-    return _script(cfg, job, code_dir, ["export SUBMITIT_EXECUTOR=slurm"], command)
+    lines = [
+        "export SUBMITIT_EXECUTOR=slurm",
+        # A requeued job must not be judged by the result of its life before.
+        f"rm -f {shlex.quote(str(job_dir))}/*_result.pkl",
+    ]
+    return _script(cfg, job, code_dir, lines, command)
 
 
 def array_script(
@@ -96,7 +101,9 @@ def flag_name(flag: str) -> str:
     return flag.removeprefix("--").partition("=")[0]
 
 
-def _script(cfg: Config, job: Flags, code_dir: Path, exports: Iterable[str], command: str) -> str:
+def _script(
+    cfg: Config, job: Flags, code_dir: Path, lines_before: Iterable[str], command: str
+) -> str:
     job |= {
         "time": cfg.cluster.time_limit,
         "signal": f"B:USR1@{cfg.cluster.signal_s}",  # to the supervisor alone
@@ -112,7 +119,7 @@ def _script(cfg: Config, job: Flags, code_dir: Path, exports: Iterable[str], com
         lines += [_line(name, value) for name, value in _adjusted(flags, cfg, nodes).items()]
     path = shlex.quote(str(code_dir))
     lines += ["", *cfg.site.setup]
-    lines += [f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}", *exports]
+    lines += [f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}", *lines_before]
     # Ignored signals stay ignored over exec: none is lost or fatal before the handlers are in.
     lines += ["trap '' USR1 TERM", f"exec {command}"]
     return "\n".join(lines) + "\n"

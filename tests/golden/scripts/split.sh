@@ -17,5 +17,6 @@
 
 export PYTHONPATH=/shared/runs/r/jobs/0/code${PYTHONPATH:+:$PYTHONPATH}
 export SUBMITIT_EXECUTOR=slurm
+rm -f /shared/runs/r/jobs/0/*_result.pkl
 trap '' USR1 TERM
 exec /envs/base/bin/python -u -m submitit.core._submit /shared/runs/r/jobs/0

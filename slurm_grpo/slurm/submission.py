@@ -1,0 +1,140 @@
+"""Submitting a run: `<run>/jobs/<n>/` with a snapshot of the package, Submitit's files and the
+batch script; then, if asked, waiting for its end.
+
+Called by the launcher and by whatever continues runs. Promises that what is edited after
+submission does not change a queued run, and that a refused submission leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from submitit.core.utils import UncompletedJobError
+
+from slurm_grpo.config import Config
+from slurm_grpo.errors import ConfigError, JobFailed, SlurmUnavailable
+from slurm_grpo.fsio import storage_errors, write_durably
+from slurm_grpo.rundir import RunDir
+from slurm_grpo.slurm.executor import RunExecutor, RunJob
+from slurm_grpo.slurm.script import job_script, submitit_command
+from slurm_grpo.slurm.submit_env import NO_SBATCH, run_sbatch
+from slurm_grpo.versions import PACKAGE_ROOT, VERSION_FILE, code_version
+
+_LOOK_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submission:
+    """A job in the queue."""
+
+    job: RunJob
+    job_dir: Path
+
+
+def script_of_next(run: RunDir, cfg: Config) -> str:
+    """The exact script that `submit_run` would submit; makes nothing."""
+    job_dir = run.jobs / str(_next_number(run))
+    command = submitit_command(job_dir)
+    return job_script(cfg, job_dir=job_dir, code_dir=job_dir / "code", command=command)
+
+
+def expected_start(run: RunDir, cfg: Config) -> str:
+    """What `sbatch --test-only` says about it."""
+    return run_sbatch(["--test-only"], script=script_of_next(run, cfg))
+
+
+def submit_run(run: RunDir, cfg: Config) -> Submission:
+    """Put the run, whose configuration is frozen, into the queue.
+
+    Raises SubmissionRefused or SlurmUnavailable; then there is no trace of the attempt.
+    """
+    if shutil.which("sbatch") is None:
+        raise SlurmUnavailable(NO_SBATCH)
+    with _new_job_dir(run) as job_dir:
+        code_dir = job_dir / "code"
+        snapshot_package(code_dir)
+        job = RunExecutor(job_dir, cfg, code_dir).submit_run(_run_batch, run.root)
+    write_durably(job_dir / "job_id", f"{job.job_id}\n".encode())
+    (job_dir / "batch.sh").symlink_to(job.paths.submission_file.name)
+    with contextlib.suppress(FileExistsError):  # the number of an earlier submission
+        (run.jobs / job.job_id).symlink_to(job_dir.name)
+    return Submission(job=job, job_dir=job_dir)
+
+
+def snapshot_package(code_dir: Path) -> None:
+    """Copy the package as it is now into `code_dir`, which goes on a job's PYTHONPATH."""
+    with storage_errors("copy the package into", code_dir):
+        shutil.copytree(
+            PACKAGE_ROOT / "slurm_grpo",
+            code_dir / "slurm_grpo",
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+        (code_dir / VERSION_FILE).write_text(code_version())
+
+
+def wait_for_end(submission: Submission, output: TextIO = sys.stdout) -> None:
+    """Copy what the job's supervisor prints to `output` until the job has ended, over requeues.
+
+    Raises JobFailed with the failing text.
+    """
+    log = submission.job_dir / "slurm.out"
+    position = 0
+    is_over = False
+    while not is_over:
+        is_over = submission.job.done()
+        with contextlib.suppress(FileNotFoundError), log.open(errors="replace") as lines:
+            lines.seek(position)
+            shutil.copyfileobj(lines, output)
+            position = lines.tell()
+            output.flush()
+        if not is_over:
+            time.sleep(_LOOK_S)
+    try:
+        submission.job.result()
+    except UncompletedJobError as error:
+        raise JobFailed(f"job {submission.job.job_id} failed. {error}") from None
+
+
+def _run_batch(run_dir: str) -> dict[str, Any]:
+    from slurm_grpo.batch import run_batch  # the supervisor, which a login node does without
+
+    return run_batch(run_dir)
+
+
+def _next_number(run: RunDir) -> int:
+    if not run.jobs.is_dir():
+        return 0
+    taken = [int(p.name) for p in run.jobs.iterdir() if p.name.isdigit() and not p.is_symlink()]
+    number = max(taken, default=-1) + 1
+    while (run.jobs / str(number)).is_symlink():  # a job's id
+        number += 1
+    return number
+
+
+@contextlib.contextmanager
+def _new_job_dir(run: RunDir) -> Iterator[Path]:
+    """`jobs/<n>`, claimed by mkdir; gone again if the block fails."""
+    with storage_errors("make", run.jobs):
+        run.jobs.mkdir(parents=True, exist_ok=True)
+    job_dir = run.jobs / str(_next_number(run))
+    try:
+        job_dir.mkdir()
+    except FileExistsError:
+        raise ConfigError(
+            f"{run.root}: another submission of this run is being made at this moment. Wait for "
+            "it, or choose another --run.name."
+        ) from None
+    try:
+        yield job_dir
+    except Exception:
+        shutil.rmtree(job_dir, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            run.jobs.rmdir()
+        raise
