@@ -1,16 +1,257 @@
-"""Pictures of a run, drawn from its metrics files. Needs matplotlib, which only this file
-imports."""
+"""Pictures of a run: how a chart is drawn and how it becomes part of a page.
+
+Needs matplotlib, which is imported when something is drawn. `inline_svg` leaves colours to the
+page's style sheet, as `var(--c1)`, so that one picture serves light and dark. Knows steps and
+values, not what a run is; only `plot_reward` reads one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
+from typing import Any
 
 from slurm_grpo.metrics import Row, read_run_metrics
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.summary import evaluation_keys
 
 _REWARD, _EVAL = "#2a78d6", "#c2571a"
+SERIES = tuple(f"#0d0a{i:02x}" for i in range(1, 7))
+"""Colours of series: `--c1` to `--c6` of the page."""
+INK, FAINT = "#0d0b01", "#0d0b02"
+"""Axes and texts, and what should stand back: `--ink` and `--faint` of the page."""
+HEAT = tuple(f"#0d0c{i:02x}" for i in range(9))
+"""From low to high: `--h0` to `--h8` of the page."""
+_VARIABLES = {
+    **{colour: f"--c{i}" for i, colour in enumerate(SERIES, 1)},
+    **{colour: f"--h{i}" for i, colour in enumerate(HEAT)},
+    INK: "--ink",
+    FAINT: "--faint",
+}
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.size": 8.5,
+    "axes.titlesize": 9,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "axes.formatter.limits": (-3, 4),
+}
+MAX_POINTS = 400
+"""More points than a chart is wide are averaged."""
+
+Points = tuple[Sequence[float], Sequence[float]]
+"""Steps, and the value at each."""
+
+
+def line_chart(
+    title: str, lines: Mapping[str, Points], *, log: bool = False, markers: Sequence[str] = ()
+) -> str:
+    """Lines over steps as inline SVG; those named in `markers` are sparse: points, labelled."""
+    with _Chart(title) as chart:
+        for (name, points), colour in zip(lines.items(), SERIES * len(lines), strict=False):
+            if name in markers:
+                draw_labelled(chart.axes, points, name, colour)
+            else:
+                x, y = thinned(points)
+                style = "o" if len(x) == 1 else "-"
+                chart.axes.plot(x, y, style, color=colour, linewidth=1.4, markersize=4, label=name)
+        if log:
+            chart.axes.set_yscale("log")
+        chart.finish(legend=len(lines) > 1)
+    return chart.svg
+
+
+def trend_chart(title: str, name: str, points: Points, others: Mapping[str, Points]) -> str:
+    """A noisy line with its mean of 5 steps, and sparse `others` as labelled points."""
+    with _Chart(title) as chart:
+        draw_trend(chart.axes, thinned(points), name, SERIES[0])
+        for (other, sparse), colour in zip(others.items(), SERIES[1:] * len(others), strict=False):
+            draw_labelled(chart.axes, sparse, other, colour)
+        chart.finish(legend=True)
+    return chart.svg
+
+
+def band_chart(title: str, low: Points, middle: Points, high: Points, name: str) -> str:
+    """A line with a band around it, such as a median between two quantiles."""
+    with _Chart(title) as chart:
+        (x, bottom), (_, y), (_, top) = thinned(low), thinned(middle), thinned(high)
+        style = "o-" if len(x) == 1 else "-"
+        chart.axes.fill_between(x, bottom, top, color=SERIES[0], alpha=0.25, linewidth=0)
+        chart.axes.plot(x, y, style, color=SERIES[0], linewidth=1.6, markersize=4, label=name)
+        chart.axes.set_ylim(bottom=0)
+        chart.finish(legend=True)
+    return chart.svg
+
+
+def histogram(title: str, samples: Mapping[str, Sequence[float]], xlabel: str) -> str:
+    """Shares of each sample in common bins, as outlines with a light fill."""
+    import numpy as np
+
+    with _Chart(title, xlabel) as chart:
+        joined = np.concatenate([np.asarray(values, float) for values in samples.values()])
+        bins: Any = np.histogram_bin_edges(joined, bins=24)
+        if (joined == np.round(joined)).all():  # whole numbers: bins between them, equally many
+            width = max(1, -(-int(np.ptp(joined) + 1) // 24))
+            bins = np.arange(joined.min(), joined.max() + width + 1, width) - 0.5
+        for (name, values), colour in zip(samples.items(), SERIES, strict=False):
+            counts, _ = np.histogram(values, bins)
+            share = counts / max(1, counts.sum())
+            chart.axes.stairs(share, bins, color=colour, alpha=0.18, fill=True)
+            chart.axes.stairs(share, bins, color=colour, linewidth=1.4, label=name)
+        chart.axes.set_ylabel("share")
+        chart.finish(legend=len(samples) > 1)
+    return chart.svg
+
+
+def stacked_chart(title: str, ylabel: str, steps: Sequence[float], parts: Mapping[str, Any]) -> str:
+    """What each part contributes in every step, one on the other, as bars."""
+    import numpy as np
+
+    with _Chart(title) as chart:
+        bottom: Any = 0.0
+        for (name, values), colour in zip(parts.items(), SERIES, strict=False):
+            x, y = thinned((steps, values), 60)
+            width = 0.85 * (np.diff(x).min() if len(x) > 1 else 1)
+            chart.axes.bar(x, y, width, bottom, color=colour, label=name, linewidth=0)
+            bottom = bottom + np.asarray(y)
+        chart.axes.set_ylabel(ylabel)
+        chart.finish(legend=True)
+    return chart.svg
+
+
+def heat_map(title: str, steps: Sequence[float], rows: Mapping[str, Sequence[float]]) -> str:
+    """One row per name, from its own lowest to its own highest value; the range is its label."""
+    import numpy as np
+    from matplotlib.colors import ListedColormap
+
+    with _Chart(title, height=1.1 + 0.32 * len(rows)) as chart:
+        labels, levels = [], []
+        for name, values in rows.items():
+            x, y = thinned((steps, values), 60)
+            low, high = np.nanmin(y), np.nanmax(y)
+            labels.append(f"{name}\n{low:.3g} … {high:.3g}")
+            levels.append((np.asarray(y) - low) / (high - low) if high > low else np.zeros(len(y)))
+        half = (x[1] - x[0]) / 2 if len(x) > 1 else 0.5
+        edges = [v - half for v in x] + [x[-1] + half]
+        chart.axes.pcolormesh(
+            edges,
+            np.arange(len(rows) + 1),
+            np.array(levels),
+            cmap=ListedColormap(HEAT),
+            vmin=0,
+            vmax=1,
+        )
+        chart.axes.set_yticks(np.arange(len(rows)) + 0.5, labels)
+        chart.axes.tick_params(axis="y", length=0)
+        chart.axes.invert_yaxis()
+        chart.axes.spines[:].set_visible(False)
+        chart.finish(legend=False, grid=False)
+    return chart.svg
+
+
+class _Chart:
+    """One figure in the page's style; `svg` is there after the block."""
+
+    def __init__(self, title: str, xlabel: str = "step", height: float = 2.7) -> None:
+        self._title = title
+        self._xlabel = xlabel
+        self._height = height
+        self.svg = ""
+
+    def __enter__(self) -> _Chart:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+
+        self._style = rc_context(_STYLE | {"svg.hashsalt": self._title})
+        self._style.__enter__()
+        self._figure = Figure(figsize=(4.7, self._height), layout="constrained")
+        self._figure.patch.set_alpha(0.0)
+        self.axes: Any = self._figure.subplots()
+        self.axes.patch.set_alpha(0.0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._style.__exit__(None, None, None)
+
+    def finish(self, *, legend: bool, grid: bool = True) -> None:
+        """What every chart has."""
+        from matplotlib.ticker import MaxNLocator
+
+        self.axes.set_xlabel(self._xlabel)
+        self.axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+        if grid:
+            self.axes.grid(axis="y", alpha=0.35, linewidth=0.6)
+            self.axes.set_axisbelow(True)
+        if legend:
+            self._figure.legend(loc="outside upper left", ncols=3, handlelength=1.4)
+        self.svg = inline_svg(self._figure, self._title)
+
+
+def inline_svg(figure: Any, label: str) -> str:
+    """A figure as an `<svg>` element that scales and takes its colours from the page."""
+    file = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(file, format="svg", metadata=nothing)
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"#0d0[abc]\w\w", lambda m: f"var({_VARIABLES[m[0]]})", text)
+    size = re.search(r'viewBox="[^"]*"', text)
+    assert size is not None
+    head = f'<svg {size[0]} role="img" aria-label="{escape(label)}" class="chart">'
+    text = head + text[text.index(">") + 1 :]
+    # Names are unique in a figure only, and a page holds many.
+    prefix = re.sub(r"\W+", "-", label)
+    text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{prefix}-", text)
+    return re.sub(r"\n\s*", "\n", text)
+
+
+def thinned(points: Points, most: int = MAX_POINTS) -> tuple[list[float], list[float]]:
+    """The points, or means over equally many of them if there are more than `most`."""
+    import numpy as np
+
+    x, y = (np.asarray(values, float) for values in points)
+    size = -(-len(x) // most) if len(x) else 1
+    if size == 1:
+        return x.tolist(), y.tolist()
+    starts = np.arange(0, len(x), size)
+    counts = np.diff(np.append(starts, len(x)))
+    means = [np.add.reduceat(values, starts) / counts for values in (x, y)]
+    return means[0].tolist(), means[1].tolist()
+
+
+def draw_trend(axes: Any, points: Points, name: str, colour: str) -> None:
+    """A noisy line, pale, and its mean of 5 steps."""
+    steps, values = points
+    style = "o-" if len(steps) == 1 else "-"
+    axes.plot(steps, values, style, color=colour, alpha=0.35, linewidth=1, label=name)
+    axes.plot(steps, smooth(values), color=colour, linewidth=2, label="its mean of 5 steps")
+
+
+def draw_labelled(axes: Any, points: Points, name: str, colour: str) -> None:
+    """Sparse points with their values beside them."""
+    steps, values = points
+    axes.plot(steps, values, "o--", color=colour, linewidth=1.2, label=name)
+    for x, y in zip(steps, values, strict=True):
+        axes.annotate(
+            f"{y:.2f}",
+            (x, y),
+            textcoords="offset points",
+            xytext=(0, 8),
+            ha="center",
+            color=colour,
+        )
 
 
 def plot_reward(run: RunDir, path: Path) -> None:
@@ -22,25 +263,13 @@ def plot_reward(run: RunDir, path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = read_run_metrics(run, "trainer")
-    steps, rewards = _series(rows, "reward/mean")
     figure = Figure(figsize=(8, 4.5), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    axes.plot(steps, rewards, color=_REWARD, alpha=0.35, linewidth=1, label="training reward")
-    axes.plot(steps, _smooth(rewards), color=_REWARD, linewidth=2, label="its mean of 5 steps")
+    draw_trend(axes, series(rows, "reward/mean"), "training reward", _REWARD)
     for name, key in evaluation_keys(rows).items():
-        at, values = _series(rows, key)
         label = f"{name.replace('_', '-')} {key.rpartition('/')[2]} (greedy)"
-        axes.plot(at, values, "o--", color=_EVAL, linewidth=1.2, label=label)
-        for x, y in zip(at, values, strict=True):
-            axes.annotate(
-                f"{y:.2f}",
-                (x, y),
-                textcoords="offset points",
-                xytext=(0, 8),
-                ha="center",
-                color=_EVAL,
-            )
+        draw_labelled(axes, series(rows, key), label, _EVAL)
     axes.set_xlabel("step")
     axes.set_title(run.root.name, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
@@ -50,12 +279,13 @@ def plot_reward(run: RunDir, path: Path) -> None:
     figure.savefig(path)
 
 
-def _series(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
+def series(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric, without the rows that lack it."""
     points = {row["step"]: row[key] for row in rows if row.get(key) is not None}
     return list(points), list(points.values())
 
 
-def _smooth(values: Sequence[float], width: int = 5) -> list[float]:
+def smooth(values: Sequence[float], width: int = 5) -> list[float]:
     """Mean of the last `width` values (of fewer at the beginning)."""
     windows = (values[max(0, i + 1 - width) : i + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]
