@@ -67,6 +67,12 @@ class ShardError(StorageError):
     """A shard or manifest on disk is missing, incomplete, damaged or of an unknown schema."""
 
 
+class SchemaVersionError(StorageError):
+    """A shard was written by a newer program: it is whole, so it is refused but never put aside."""
+
+    exit_code = ExitCode.CONFIG
+
+
 class SyncError(SlurmGrpoError):
     """A weight transfer failed or its two sides disagree about the bytes."""
 

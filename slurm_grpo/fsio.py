@@ -53,13 +53,21 @@ def storage_errors(operation: str, path: Path) -> Iterator[None]:
         raise StorageError(f"{operation} {path}: {reason}. {advice}.") from error
 
 
-def write_durably(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+def write_durably(
+    path: Path,
+    data: bytes,
+    *,
+    mode: int = 0o644,
+    check: Callable[[Path], None] = lambda temporary: None,
+) -> None:
     """Make `path` hold `data`, replacing what it held; after a crash it holds the old bytes or the
     new, never a mix.
 
-    Returns once file and directory are on the disk. Raises StorageError.
+    Returns once file and directory are on the disk. `check` gets the synced file before it gets its
+    name; if it raises, `path` stays as it was. Raises StorageError.
     """
     with _temporary(path, data, mode) as temporary:
+        check(temporary)
         with storage_errors("rename into place", path):
             os.rename(temporary, path)
         sync_directory(path.parent)

@@ -7,8 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
+from slurm_grpo.checkpoint_dirs import COMPLETE
+from slurm_grpo.config import AlgorithmConfig, Config
+from slurm_grpo.config_io import freeze_config
+from slurm_grpo.fsio import write_durably
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging.layout import ShardHeader
+from slurm_grpo.staging.manifest import Manifest, publish_manifest
+from slurm_grpo.staging.shards import publish_groups
 from slurm_grpo.types import Completion, Episode, Group, Prompt
 
 
@@ -79,6 +85,53 @@ def make_group(
         )
 
     return [episode(i) for i in range(n_episodes)]
+
+
+def make_books(root: Path) -> RunDir:
+    """A run directory with a configuration, two groups a step, whose attempt 0 has begun."""
+    run = make_run(root)
+    freeze_config(Config(algorithm=AlgorithmConfig(groups_per_step=2)), run.config)
+    begin_attempt(run, 0, 0)
+    return run
+
+
+def begin_attempt(run: RunDir, attempt: int, resumed_from: int) -> None:
+    run.attempt(attempt).root.mkdir()
+    write_durably(run.attempt(attempt).resumed_from, f"{resumed_from}\n".encode())
+
+
+def publish_ids(
+    run: RunDir, *ids: int, version: int, header: ShardHeader | None = None, n_tokens: int = 3
+) -> str:
+    """The path of a shard of these groups, all of one version."""
+    groups = [make_group(g, oldest_version=version, n_tokens=n_tokens) for g in ids]
+    return publish_groups(run, groups, header or make_header()).path
+
+
+def commit_step(
+    run: RunDir, step: int, path: str, *ids: int, dropped: tuple[int, ...] = ()
+) -> None:
+    """The newest attempt's manifest of `step`: it trains on `ids` of the shard at `path`."""
+    chosen = tuple((group_id, path) for group_id in ids)
+    attempt = max(run.attempt_numbers())
+    publish_manifest(run, Manifest(step=step, attempt=attempt, groups=chosen, dropped=dropped))
+
+
+def take_step(run: RunDir, step: int, *ids: int) -> str:
+    """An on-policy step of the newest attempt on one shard of `ids`, by default the two next
+    groups; the shard's path."""
+    ids = ids or (2 * step - 2, 2 * step - 1)
+    header = make_header(attempt=max(run.attempt_numbers()), sequence=step)
+    path = publish_ids(run, *ids, version=step - 1, header=header)
+    commit_step(run, step, path, *ids)
+    return path
+
+
+def mark_saved(run: RunDir, *steps: int) -> None:
+    """A checkpoint of each step, as far as file names tell."""
+    for step in steps:
+        run.checkpoint(step).mkdir()
+        (run.checkpoint(step) / COMPLETE).touch()
 
 
 def assert_same_groups(found: Iterable[Group], expected: Iterable[Group]) -> None:

@@ -21,7 +21,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from slurm_grpo.errors import ShardError
+from slurm_grpo.errors import SchemaVersionError, ShardError
 from slurm_grpo.types import Completion, Episode, FinishReason, Group, Prompt
 
 SCHEMA = "slurm_grpo.episodes/1"
@@ -213,7 +213,8 @@ def build_image(columns: Columns, header: ShardHeader) -> bytes:
 
 
 def check_header(file: h5py.File) -> None:
-    """Raise ShardError unless `file` was finished by a writer of this major schema version."""
+    """Raise ShardError unless `file` holds episodes and was finished, SchemaVersionError when its
+    major version is another one than this program's."""
     schema, version = file.attrs.get("schema"), file.attrs.get("schema_version")
     if (
         not isinstance(schema, str)
@@ -222,7 +223,7 @@ def check_header(file: h5py.File) -> None:
     ):
         raise ShardError(f"schema is {schema!r}, not {SCHEMA!r}: not a file of episodes")
     if int(version[0]) != SCHEMA_VERSION[0]:
-        raise ShardError(
+        raise SchemaVersionError(
             f"schema version {'.'.join(map(str, version))}, this program reads "
             f"{SCHEMA_VERSION[0]}.*: use the program version that wrote it"
         )

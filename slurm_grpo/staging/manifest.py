@@ -8,18 +8,25 @@ is committed, and an episode of version v valid, if and only if s, respectively 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_grpo.checkpoint_dirs import read_resumed_from
 from slurm_grpo.errors import ShardError
-from slurm_grpo.fsio import link_durably, read_whole, storage_errors, sweep_temporaries
+from slurm_grpo.fsio import (
+    link_durably,
+    read_whole,
+    retry_transient,
+    storage_errors,
+    sweep_temporaries,
+)
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging.shards import (
     GroupRef,
@@ -139,7 +146,7 @@ def load_state(
     for directory in (run.episodes, run.manifests):
         sweep_temporaries(directory)
     starts = read_resumed_from(run)
-    committed = committed_manifests(run, resume_step)
+    committed = committed_manifests(run, resume_step, deadline_s=deadline_s)
     consumed = frozenset(g for m in committed for g, _ in m.groups)
     dropped = frozenset(g for m in committed for g in m.dropped)
     done = consumed | dropped
@@ -154,11 +161,11 @@ def load_state(
         ref = _read_or_quarantine(run, path, deadline_s)
         if ref is None:
             continue
-        limit = _limit(ref.attempt, starts, resume_step)
+        last = _limit(ref.attempt, starts, resume_step)
 
-        def usable(group: GroupRef, limit: int = limit) -> bool:
+        def usable(group: GroupRef, last: int = last) -> bool:
             fresh = resume_step - group.oldest_version <= max_staleness
-            return fresh and group.newest_version <= limit and group.group_id not in taken
+            return fresh and group.newest_version <= last and group.group_id not in taken
 
         groups = tuple(g for g in ref.groups if usable(g))
         if strict and (
@@ -178,33 +185,46 @@ def load_state(
     )
 
 
-def committed_manifests(run: RunDir, last_step: int | None = None) -> list[Manifest]:
+def committed_manifests(
+    run: RunDir,
+    last_step: int | None = None,
+    *,
+    deadline_s: float = RESUME_DEADLINE_S,
+    read: Callable[[Path], Manifest] = read_manifest,
+) -> list[Manifest]:
     """One manifest per step 1..last_step (None: the newest committed one), in order.
 
-    Raises ShardError when one is missing, damaged or contradicts another.
+    Looks again, up to `deadline_s`, for one that a listing does not show yet. Raises ShardError
+    when one is missing, damaged or contradicts another.
     """
-    starts = read_resumed_from(run)
-    limit = sys.maxsize if last_step is None else last_step
-    by_step: dict[int, Manifest] = {}
-    for path, step, attempt in list_manifests(run):
-        if step > _limit(attempt, starts, limit):
-            continue
-        manifest = read_manifest(path)
-        if (manifest.step, manifest.attempt) != (step, attempt) or step in by_step:
-            raise ShardError(f"manifest {path}: contradicts its name or another of this step.")
-        by_step[step] = manifest
-    last_step = max(by_step, default=0) if last_step is None else last_step
-    missing = [s for s in range(1, last_step + 1) if s not in by_step]
-    if missing:
-        raise ShardError(
-            f"{run.manifests}: no committed manifest of step {missing[0]} ({len(missing)} missing "
-            f"up to {last_step}). Restore them, or resume from a checkpoint before that step."
-        )
-    return [by_step[s] for s in sorted(by_step)]
+
+    def look() -> list[Manifest]:
+        starts = read_resumed_from(run)
+        limit = sys.maxsize if last_step is None else last_step
+        by_step: dict[int, Manifest] = {}
+        for path, step, attempt in list_manifests(run):
+            if step > _limit(attempt, starts, limit):
+                continue
+            manifest = read(path)
+            if (manifest.step, manifest.attempt) != (step, attempt) or step in by_step:
+                raise ShardError(f"manifest {path}: contradicts its name or another of this step.")
+            by_step[step] = manifest
+        stop = max(by_step, default=0) if last_step is None else last_step
+        missing = [s for s in range(1, stop + 1) if s not in by_step]
+        if missing:
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"no committed manifest of step {missing[0]} ({len(missing)} missing up to "
+                f"{stop}). Restore them, or resume from a checkpoint before that step",
+            )
+        return [by_step[s] for s in sorted(by_step)]
+
+    return retry_transient(look, run.manifests, deadline_s)
 
 
 def _limit(attempt: int, starts: Mapping[int, int], resume_step: int) -> int:
-    """Last step or version of `attempt` that all later ones, the starting one too, built on."""
+    """Last step or version of `attempt` that all later ones, and one starting from `resume_step`,
+    built on."""
     last = last_valid(attempt, starts)
     return resume_step if last is None else min(resume_step, last)
 

@@ -21,7 +21,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from slurm_grpo.errors import ShardError
+from slurm_grpo.errors import SchemaVersionError, ShardError
 from slurm_grpo.fsio import (
     READ_DEADLINE_S,
     ShortRead,
@@ -263,8 +263,8 @@ def _shard_errors(path: Path) -> Iterator[None]:
     """Name the file in what HDF5 or the layout says of it; let the file system's errors pass."""
     try:
         yield
-    except ShardError as error:
-        raise ShardError(f"shard {path}: {error}.") from error
+    except (ShardError, SchemaVersionError) as error:
+        raise type(error)(f"shard {path}: {error}.") from error
     except OSError as error:
         if error.errno is not None:
             raise

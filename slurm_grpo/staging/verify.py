@@ -73,6 +73,7 @@ class _Auditor:
         self._shards: dict[str, tuple[ShardName, dict[int, GroupRef]]] = {}
         self._unreadable: set[str] = set()
         self._ledger = Ledger(retired=frozenset(), merged={}, void=())
+        self._cfg = self._read_config()
 
     def audit(self) -> Audit:
         try:
@@ -126,7 +127,7 @@ class _Auditor:
         newest = max((g.newest_version for g in ref.groups), default=-1)
         if newest != name.version:
             self._find(f"shard {ref.path}: its newest token is of version {newest}.")
-        if ref.attempt not in self._starts:
+        if ref.attempt not in self._starts and not self._replays:
             self._find(
                 f"shard {ref.path}: attempt {ref.attempt} never began "
                 f"({self._run.attempt(ref.attempt).resumed_from} is missing)."
@@ -168,7 +169,7 @@ class _Auditor:
 
     def _check_trained(self, committed: dict[int, Manifest]) -> None:
         """Each group in one step at most, whole, in bound, and where the manifest says."""
-        cfg = self._config()
+        cfg = self._cfg
         trained: dict[int, int] = {}
         dropped: dict[int, int] = {}
         for step, manifest in sorted(committed.items()):
@@ -187,7 +188,7 @@ class _Auditor:
                         f"{trained[group_id]} already."
                     )
                 trained[group_id] = step
-                for problem in self._problems(manifest, group_id, path, cfg):
+                for problem in self._problems(manifest, group_id, path):
                     self._find(f"{where}: group {group_id} of {path}: {problem}.")
         for group_id in sorted(trained.keys() & dropped.keys()):
             self._find(
@@ -196,9 +197,7 @@ class _Auditor:
             )
         self._result.n_trained = len(trained)
 
-    def _problems(
-        self, manifest: Manifest, group_id: int, path: str, cfg: Config | None
-    ) -> Iterator[str]:
+    def _problems(self, manifest: Manifest, group_id: int, path: str) -> Iterator[str]:
         now = self._ledger.resolve(path)
         if now in self._ledger.retired or now in self._unreadable:
             return  # covered by a checkpoint; or found before
@@ -212,8 +211,8 @@ class _Auditor:
             yield f"{now} has no such group"
             return
         starts = {n: s for n, s in self._starts.items() if n <= manifest.attempt}
-        last = last_valid(name.attempt, starts)
-        if name.attempt > manifest.attempt:
+        last = None if self._replays else last_valid(name.attempt, starts)
+        if name.attempt > manifest.attempt and not self._replays:
             yield f"made by attempt {name.attempt}, which had not begun"
         elif last is not None and group.newest_version > last:
             yield (
@@ -222,8 +221,9 @@ class _Auditor:
             )
         if group.newest_version >= manifest.step:
             yield f"of version {group.newest_version}, which did not exist yet"
-        if cfg is not None and group.oldest_version >= 0:
-            staleness, bound = manifest.step - 1 - group.oldest_version, cfg.algorithm.max_staleness
+        if self._cfg is not None and group.oldest_version >= 0:
+            staleness = manifest.step - 1 - group.oldest_version
+            bound = self._cfg.algorithm.max_staleness
             if staleness > bound:
                 yield f"staleness {staleness}, allowed {bound} (algorithm.max_staleness)"
 
@@ -233,7 +233,7 @@ class _Auditor:
         copies: dict[int, list[str]] = defaultdict(list)
         n_replaced = 0
         for path, (name, groups) in self._shards.items():
-            last = last_valid(name.attempt, self._starts)
+            last = None if self._replays else last_valid(name.attempt, self._starts)
             for group_id, group in groups.items():
                 if last is not None and group.newest_version > last:
                     n_replaced += 1
@@ -271,7 +271,12 @@ class _Auditor:
             plural = {"temporary": "temporaries"}.get(what, f"{what}s")
             self._result.notes.append(f"{n} {what if n == 1 else plural} {why}")
 
-    def _config(self) -> Config | None:
+    @property
+    def _replays(self) -> bool:
+        """Its shards are another run's, and so are the attempts that made them."""
+        return self._cfg is not None and self._cfg.run.replay_of is not None
+
+    def _read_config(self) -> Config | None:
         try:
             return read_frozen(self._run.config)
         except (OSError, ConfigError) as error:

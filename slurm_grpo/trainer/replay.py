@@ -21,7 +21,8 @@ from slurm_grpo.config_io import read_frozen
 from slurm_grpo.fsio import read_whole, write_durably
 from slurm_grpo.role_process import RoleContext, run_role
 from slurm_grpo.rundir import RunDir
-from slurm_grpo.staging.manifest import committed_manifests, publish_manifest
+from slurm_grpo.staging.ledger import read_ledger
+from slurm_grpo.staging.manifest import Manifest, committed_manifests, publish_manifest
 from slurm_grpo.staging.shards import ShardRef, read_ref
 from slurm_grpo.trainer.picker import StepPlan
 from slurm_grpo.trainer.role import TrainerLoop
@@ -37,7 +38,13 @@ class RecordedSteps:
         self._source = source
         self._run = run
         self._attempt = attempt
-        self._manifests = {m.step: m for m in committed_manifests(source)}
+        ledger = read_ledger(source)
+
+        def followed(manifest: Manifest) -> Manifest:
+            now = tuple((group, ledger.resolve(path)) for group, path in manifest.groups)
+            return replace(manifest, groups=now)
+
+        self._manifests = {m.step: followed(m) for m in committed_manifests(source)}
 
     def holds(self, step: int) -> bool:
         """Whether the source took this step."""

@@ -22,6 +22,7 @@ from slurm_grpo.fsio import write_durably
 from slurm_grpo.metrics import MetricsWriter, WandbLogger
 from slurm_grpo.role_process import RoleContext, run_role
 from slurm_grpo.staging.manifest import load_state
+from slurm_grpo.staging.retention import Retention
 from slurm_grpo.staging.shards import read_groups
 from slurm_grpo.tasks.base import build_prompt_source
 from slurm_grpo.trainer.batching import assign_to_ranks
@@ -67,6 +68,7 @@ class TrainerLoop:
         self._metrics: MetricsWriter | None = None
         self._wandb: WandbLogger | None = None
         self._picker: StepSource | None = None
+        self._retention: Retention | None = None
         if self._crew.leads:
             self._begin()
 
@@ -75,6 +77,7 @@ class TrainerLoop:
         context, cfg = self._context, self._cfg
         write_durably(context.attempt_dir.resumed_from, f"{self._start}\n".encode())
         self._picker = self._make_picker()
+        self._retention = Retention(cfg, context.run, context.attempt)
         self._metrics = MetricsWriter(context.run.metrics_file("trainer"), attempt=context.attempt)
         if cfg.wandb.enabled:
             self._wandb = WandbLogger(cfg, context.run, context.attempt)
@@ -220,8 +223,9 @@ class TrainerLoop:
         self._progress("saving a checkpoint")
         save_checkpoint(self._context.run, step, self._learner)
         self._saved = step
-        if self._crew.leads:
+        if self._retention is not None:
             prune(self._context.run, self._cfg.trainer.checkpoint.keep)
+            self._retention.apply(step)
 
     def _evaluation_due(self, step: int) -> bool:
         """Before the first step, after the last, and as often as `evaluation.every_steps` says."""

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from sample_episodes import make_group, make_header, make_run
 
-from slurm_grpo.errors import ShardError
+from slurm_grpo.errors import SchemaVersionError, ShardError
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging.manifest import (
     Manifest,
     ResumeState,
+    committed_manifests,
     load_state,
     publish_manifest,
     read_manifest,
@@ -63,7 +64,12 @@ def _shard(
 
 def _strict(run: RunDir, resume_step: int, groups_per_step: int = 2) -> ResumeState:
     return load_state(
-        run, resume_step, strict=True, groups_per_step=groups_per_step, max_staleness=0
+        run,
+        resume_step,
+        strict=True,
+        groups_per_step=groups_per_step,
+        max_staleness=0,
+        deadline_s=0,
     )
 
 
@@ -116,6 +122,30 @@ def test_a_missing_committed_manifest_stops_a_resume(run: RunDir) -> None:
     publish_manifest(run, _manifest(3, 0, 4, 5))
     with pytest.raises(ShardError, match=r"no committed manifest of step 2 \(1 missing up to 3\)"):
         _strict(run, 3)
+
+
+def test_a_manifest_that_a_listing_shows_late_is_waited_for(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        publish_manifest(run, _manifest(step, 0, 2 * step - 2, 2 * step - 1))
+    listings = [["step_000001-attempt_000.json"], os.listdir(run.manifests)]
+    monkeypatch.setattr("os.listdir", lambda path: listings.pop(0))
+    found = committed_manifests(run, 2)
+    assert [m.step for m in found] == [1, 2]
+
+
+def test_a_shard_of_a_newer_program_stops_a_resume_and_stays_where_it_is(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _begin(run, 0, 0)
+    monkeypatch.setattr("slurm_grpo.staging.layout.SCHEMA_VERSION", (2, 0))
+    ref = _shard(run, [0, 1], 0)
+    monkeypatch.undo()
+    with pytest.raises(SchemaVersionError, match=r"schema version 2\.0") as caught:
+        _strict(run, 0)
+    assert ref.path in str(caught.value)
+    assert (run.root / ref.path).exists()
 
 
 def test_a_malformed_resumed_from_is_named(run: RunDir) -> None:
@@ -313,7 +343,12 @@ def test_random_histories_resume_as_the_rule_says(run: RunDir, seed: int, strict
         if steps != set(range(1, resume_step + 1)):
             with pytest.raises(ShardError, match="no committed manifest"):
                 load_state(
-                    run, resume_step, strict=strict, groups_per_step=2, max_staleness=staleness
+                    run,
+                    resume_step,
+                    strict=strict,
+                    groups_per_step=2,
+                    max_staleness=staleness,
+                    deadline_s=0,
                 )
             continue
         state = load_state(

@@ -7,6 +7,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_episodes import assert_same_groups, make_group, make_header, make_run
 
-from slurm_grpo.errors import ShardError
+from slurm_grpo.errors import SchemaVersionError, ShardError
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging import layout
 from slurm_grpo.staging.shards import (
@@ -233,7 +234,9 @@ def test_a_file_other_than_announced_is_refused(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: f.attrs.__setitem__("schema_version", [2, 0]), r"version 2\.0, this program"),
+        (lambda f: f.attrs.__setitem__("sequence", 7), "sequence is 7 in the file, 0 in its name"),
+        (lambda f: _set(f, "episodes/episode_id", 1, 1_000_001), "episode_id names another group"),
+        (lambda f: _set(f, "episodes/episode_id", 1, 0), "episode_id holds an episode twice"),
         (lambda f: f.attrs.__setitem__("schema", "other/1"), "not a file of episodes"),
         (lambda f: f.attrs.__setitem__("complete", 0), "no `complete` mark"),
         (lambda f: f.attrs.__delitem__("complete"), "no `complete` mark"),
@@ -267,10 +270,12 @@ def test_a_newer_minor_version_with_more_in_it_is_read(run: RunDir) -> None:
     assert_same_groups(read_groups(run, ref, [0]), [make_group(0)])
 
 
-def test_a_newer_major_version_is_refused_by_readers_too(run: RunDir) -> None:
+def test_a_newer_major_version_is_refused_by_all_readers(run: RunDir) -> None:
     ref = _changed(run, lambda f: f.attrs.__setitem__("schema_version", [2, 0]))
-    with pytest.raises(ShardError, match="use the program version that wrote it"):
-        read_groups(run, ref, [0])
+    for read in (verify_shard, partial(read_groups, group_ids=[0])):
+        with pytest.raises(SchemaVersionError, match="use the program version that") as caught:
+            read(run, ref)
+        assert ref.path in str(caught.value)
 
 
 def test_a_quarantined_shard_is_moved_next_to_its_reason(run: RunDir) -> None:

@@ -9,54 +9,36 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sample_episodes import make_group, make_header, make_run
+from sample_episodes import (
+    begin_attempt,
+    commit_step,
+    make_books,
+    make_header,
+    make_run,
+    publish_ids,
+    take_step,
+)
 
-from slurm_grpo.config import AlgorithmConfig, Config
-from slurm_grpo.config_io import freeze_config
 from slurm_grpo.errors import ConfigError, ExitCode
-from slurm_grpo.fsio import write_durably
 from slurm_grpo.rundir import RunDir
-from slurm_grpo.staging.layout import ShardHeader
 from slurm_grpo.staging.ledger import record_retired
-from slurm_grpo.staging.manifest import Manifest, publish_manifest
-from slurm_grpo.staging.shards import list_shards, publish_groups, quarantine_shard
+from slurm_grpo.staging.shards import list_shards, quarantine_shard
 from slurm_grpo.staging.verify import add_arguments, audit_run, verify_run
 from slurm_grpo.staging.verify import run as run_command
-
-
-def begin(run: RunDir, attempt: int, resumed_from: int) -> None:
-    run.attempt(attempt).root.mkdir()
-    write_durably(run.attempt(attempt).resumed_from, f"{resumed_from}\n".encode())
-
-
-def step(
-    run: RunDir,
-    step: int,
-    *ids: int,
-    version: int | None = None,
-    header: ShardHeader | None = None,
-    attempt: int = 0,
-    dropped: tuple[int, ...] = (),
-) -> str:
-    """Publish `ids` in one shard and train on them in `step`; the shard's path."""
-    groups = [make_group(g, oldest_version=step - 1 if version is None else version) for g in ids]
-    header = header or make_header(attempt=attempt, sequence=step)
-    path = publish_groups(run, groups, header).path
-    chosen = tuple((g, path) for g in ids)
-    publish_manifest(run, Manifest(step=step, attempt=attempt, groups=chosen, dropped=dropped))
-    return path
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """Three steps of two groups each, on-policy, and all of them whole."""
-    run = make_run(tmp_path)
-    cfg = Config(algorithm=AlgorithmConfig(groups_per_step=2))
-    freeze_config(cfg, run.config)
-    begin(run, 0, 0)
-    for n in (1, 2, 3):
-        step(run, n, 2 * n - 2, 2 * n - 1)
+    run = make_books(tmp_path)
+    for step in (1, 2, 3):
+        take_step(run, step)
     return run
+
+
+def of_version(run: RunDir, version: int) -> str:
+    """The path of a shard for step 4."""
+    return publish_ids(run, 6, 7, version=version, header=make_header(sequence=4))
 
 
 def test_a_whole_run_has_no_finding_and_no_note(run: RunDir) -> None:
@@ -121,26 +103,29 @@ DAMAGE: dict[str, tuple[Callable[[RunDir], object], str]] = {
         lambda run: _rewrite(run, 2, lambda text: text.replace("[2, ", "[9, ")),
         r"step 2 \(attempt 0\): group 9 of .* has no such group",
     ),
-    "a group trained twice": (lambda run: step(run, 4, 0, 6), r"step 4 .*group 0 was trained in"),
+    "a group trained twice": (
+        lambda run: take_step(run, 4, 0, 6),
+        r"step 4 .*group 0 was trained in",
+    ),
     "a group dropped and trained": (
-        lambda run: step(run, 4, 6, 7, dropped=(1,)),
+        lambda run: commit_step(run, 4, of_version(run, 3), 6, 7, dropped=(1,)),
         r"step 1: group 1 was trained, but step 4 has dropped it",
     ),
     "too stale a group": (
-        lambda run: step(run, 4, 6, 7, version=1),
+        lambda run: commit_step(run, 4, of_version(run, 1), 6, 7),
         r"group 6 of .*: staleness 2, allowed 0 \(algorithm\.max_staleness\)",
     ),
     "a group from the future": (
-        lambda run: step(run, 4, 6, 7, version=4),
+        lambda run: commit_step(run, 4, of_version(run, 4), 6, 7),
         r"group 6 of .*: of version 4, which did not exist yet",
     ),
-    "a group too few": (lambda run: step(run, 4, 6), r"step 4 .*: 1 groups, not 2"),
+    "a group too few": (lambda run: take_step(run, 4, 6), r"step 4 .*: 1 groups, not 2"),
     "a group published twice by one life": (
-        lambda run: publish_groups(run, [make_group(2, oldest_version=1)], make_header(sequence=9)),
+        lambda run: publish_ids(run, 2, version=1, header=make_header(sequence=9)),
         r"group 2: published twice by one engine life: episodes/.*h5, episodes/.*h5",
     ),
     "a shard of an attempt that never was": (
-        lambda run: publish_groups(run, [make_group(9)], make_header(attempt=5)),
+        lambda run: publish_ids(run, 9, version=0, header=make_header(attempt=5)),
         r"attempt 5 never began .*attempts/5/resumed_from is missing",
     ),
     "a damaged ledger": (
@@ -162,9 +147,9 @@ def test_damage_is_found_and_the_file_or_step_named(
 
 
 def test_a_resumed_run_is_whole_and_what_it_replaced_is_noted(run: RunDir) -> None:
-    begin(run, 1, 1)
-    for n in (2, 3, 4):
-        step(run, n, 2 * n - 2, 2 * n - 1, attempt=1)
+    begin_attempt(run, 1, 1)
+    for step in (2, 3, 4):
+        take_step(run, step)
     audit = audit_run(run)
     assert audit.findings == []
     assert (audit.n_committed, audit.n_trained) == (4, 8)
@@ -177,16 +162,15 @@ def test_a_resumed_run_is_whole_and_what_it_replaced_is_noted(run: RunDir) -> No
 
 def test_training_on_what_a_later_attempt_replaced_is_found(run: RunDir) -> None:
     path = str(_of_step(run, 3).relative_to(run.root))  # version 2 of attempt 0
-    begin(run, 1, 1)
-    step(run, 2, 2, 3, attempt=1)
-    manifest = Manifest(step=3, attempt=1, groups=((4, path), (5, path)), dropped=())
-    publish_manifest(run, manifest)
+    begin_attempt(run, 1, 1)
+    take_step(run, 2)
+    commit_step(run, 3, path, 4, 5)
     (first, _) = verify_run(run)
     assert "of version 2, which attempt 0 lost when a later one resumed from step 1" in first
 
 
 def test_a_copy_by_a_restarted_engine_is_a_note(run: RunDir) -> None:
-    publish_groups(run, [make_group(2, oldest_version=1)], make_header(incarnation=1))
+    publish_ids(run, 2, version=1, header=make_header(incarnation=1))
     audit = audit_run(run)
     assert audit.findings == []
     assert "1 group published again by another engine life" in audit.notes
@@ -194,9 +178,9 @@ def test_a_copy_by_a_restarted_engine_is_a_note(run: RunDir) -> None:
 
 def test_what_is_in_flight_or_left_over_is_a_note(run: RunDir) -> None:
     (run.episodes / f".x.h5.{'0' * 16}.tmp").write_bytes(b"half")
-    ref = publish_groups(run, [make_group(6, oldest_version=3)], make_header(sequence=4))
-    quarantine_shard(run, ref.path, "its CRC is wrong")
-    publish_groups(run, [make_group(6, oldest_version=3)], make_header(sequence=5))
+    damaged = publish_ids(run, 6, version=3, header=make_header(sequence=4))
+    quarantine_shard(run, damaged, "its CRC is wrong")
+    publish_ids(run, 6, version=3, header=make_header(sequence=5))
     audit = audit_run(run)
     assert audit.findings == []
     assert audit.notes[0] == "1 group that no step has trained on"
@@ -217,7 +201,7 @@ def test_a_newer_major_version_is_a_finding_that_names_the_shard(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slurm_grpo.staging.layout.SCHEMA_VERSION", (2, 0))
-    path = step(run, 4, 6, 7)
+    path = take_step(run, 4)
     monkeypatch.undo()
     (found,) = verify_run(run)
     assert path in found
