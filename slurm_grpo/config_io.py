@@ -25,7 +25,7 @@ from slurm_grpo.config_values import BadValue, T, YamlReader, convert, nearest, 
 from slurm_grpo.errors import ConfigError
 from slurm_grpo.fsio import link_durably, write_durably
 
-_DATA_PATHS = ("model.path", "task.path", "task.eval_path", "task.scorer.module_dir")
+DATA_PATHS = ("model.path", "task.path", "task.eval_path", "task.scorer.module_dir")
 """Relative to the configuration file; to the current directory when an option gives them."""
 _OTHER_PATHS = ("run.runs_dir", "cluster.python")
 """Relative to the current directory wherever they come from."""
@@ -247,11 +247,11 @@ def _resolve_paths(
         extra = [Path(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
         directory = _module_dir(cfg.task.scorer.name, [file.absolute().parent, here, *extra])
         cfg = with_value(cfg, "task.scorer.module_dir", directory)
-    for key in (*_DATA_PATHS, *_OTHER_PATHS):
+    for key in (*DATA_PATHS, *_OTHER_PATHS):
         value = config_checks.get(cfg, key)
         if not value or (key == "cluster.python" and "/" not in value):
             continue
-        base = file.absolute().parent if key in _DATA_PATHS and key not in flags else here
+        base = file.absolute().parent if key in DATA_PATHS and key not in flags else here
         try:
             cfg = with_value(cfg, key, os.path.normpath(base / _expand(value)))
         except KeyError as error:

@@ -8,10 +8,12 @@ Reads only; imports nothing heavy.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,35 +71,43 @@ def find_run(text: str) -> RunDir:
 
 
 def stand(run: RunDir) -> Standing:
-    """How a run stands; asks Slurm unless its own files settle it."""
+    """How a run stands; `unknown` if that depends on a Slurm that does not answer."""
     try:
-        return judge(run, ask_slurm(run))
+        return stand_all([run])[0]
     except SlurmUnavailable as error:
         standing = judge(run, [])
         if standing.word in ("died", "not started") and submitted_jobs(run):
-            return Standing(
-                word="unknown",
-                detail=str(error),
-                attempt=standing.attempt,
-                record=standing.record,
-            )
+            return dataclasses.replace(standing, word="unknown", detail=str(error))
         return standing
 
 
-def ask_slurm(run: RunDir) -> list[ComponentState]:
-    """The components of the run's newest job that Slurm knows, alive ones first in line.
+def stand_all(runs: Sequence[RunDir]) -> list[Standing]:
+    """How each of many runs stands; asks Slurm a few times, not a few times each.
 
-    Raises SlurmUnavailable; asks nothing when the run was never submitted.
+    Raises SlurmUnavailable if a run was submitted or lies in a sweep, and Slurm does not answer.
     """
-    if (run.root.parent / MANIFEST).is_file():
-        number = element_number(run)
-        mine = [s for s in jobs_of_script(run.root.parent / ARRAY_SCRIPT) if s.task == number]
-        if alive := [s for s in mine if s.is_alive]:
-            return alive
-    jobs = submitted_jobs(run)
-    known = [states for job in jobs if (states := job_states(jobs)[job])[0].state != UNKNOWN]
-    alive_jobs = [states for states in known if any(s.is_alive for s in states)]
-    return (alive_jobs or known or [[]])[-1]
+    jobs = {run: submitted_jobs(run) for run in runs}
+    known = job_states(list(dict.fromkeys(job for ids in jobs.values() for job in ids)))
+    arrays = {
+        folder: jobs_of_script(folder / ARRAY_SCRIPT)
+        for folder in {run.root.parent for run in runs}
+        if (folder / ARRAY_SCRIPT).is_file()
+    }
+    standings = []
+    for run in runs:
+        queued = [known[job] for job in jobs[run]]
+        if tasks := arrays.get(run.root.parent):
+            number = element_number(run)
+            queued += [[task] for task in tasks if task.task == number]
+        standings.append(judge(run, _newest(queued)))
+    return standings
+
+
+def _newest(jobs: Sequence[Sequence[ComponentState]]) -> Sequence[ComponentState]:
+    """Of a run's jobs, oldest first, the last that is alive; else the last that Slurm knows."""
+    alive = [job for job in jobs if any(c.is_alive for c in job)]
+    known = [job for job in jobs if job[0].state != UNKNOWN]
+    return (alive or known or [[]])[-1]
 
 
 def element_number(run: RunDir) -> int | None:
@@ -127,6 +137,12 @@ def live_supervisor_here(run: RunDir) -> int | None:
         return None
     ticks = proctree.start_ticks(holder["pid"])
     return int(holder["pid"]) if ticks is not None and ticks == holder["start_ticks"] else None
+
+
+def tally(standings: Sequence[Standing]) -> str:
+    """`2 done, 1 running`."""
+    counts = Counter(standing.word for standing in standings)
+    return ", ".join(f"{n} {word}" for word, n in counts.items())
 
 
 def judge(run: RunDir, components: Sequence[ComponentState]) -> Standing:

@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slurm_grpo.errors import SlurmUnavailable
 
@@ -25,7 +26,8 @@ ALIVE = frozenset(
 )
 """States of a job that runs, or will run (again) without anybody's doing."""
 _TIMEOUT_S = 60.0
-_FIELDS = "%i|%A|%T|%N|%r|%L|%M|%S|%o"
+_SQUEUE_FORMAT = "%i|%A|%T|%N|%r|%L|%M|%S|%o"
+_SACCT_FORMAT = "JobID,JobIDRaw,State,NodeList,Reason,Elapsed,Start"
 _ID = re.compile(r"(\d+)(?:\+(\d+)|_(\d+)|_\[(.*)\])?")
 
 
@@ -69,7 +71,7 @@ def job_states(job_ids: Sequence[str]) -> dict[str, list[ComponentState]]:
     if not job_ids:
         return {}
     bases = sorted({job_id.partition("_")[0] for job_id in job_ids}, key=int)
-    found = list(_squeue("-j", ",".join(bases)))
+    found = _squeue("-j", ",".join(bases))
     if forgotten := {i.partition("_")[0] for i in job_ids if not _matching(i, found)}:
         known = {(s.job_id, s.component, s.task) for s in found}
         remembered = _sacct(sorted(forgotten, key=int))
@@ -118,50 +120,37 @@ def _unknown(job_id: str) -> ComponentState:
     return ComponentState(job_id=base, task=int(task) if task else None)
 
 
-def _squeue(*selection: str) -> Iterator[ComponentState]:
+def _squeue(*selection: str) -> list[ComponentState]:
     # --array: a line an element, also of those that are still pending together.
-    command = ["squeue", "--array", "-h", "-t", "all", *selection, "-o", _FIELDS]
-    for line in _run(command, tolerated="Invalid job id").splitlines():
-        job_id, own_id, state, nodes, reason, left, elapsed, start, script = line.split("|", 8)
-        yield from _expand(
-            job_id,
-            ComponentState(
-                job_id="",
-                own_id=own_id,
-                state=state,
-                nodes=nodes,
-                reason=reason,
-                left=left,
-                elapsed=elapsed,
-                start=start,
-                script=script,
-            ),
-        )
+    command = ["squeue", "--array", "-h", "-t", "all", *selection, "-o", _SQUEUE_FORMAT]
+    return parse_squeue(_run(command, tolerated="Invalid job id"))
 
 
-def _sacct(job_ids: Sequence[str]) -> Iterator[ComponentState]:
+def parse_squeue(text: str) -> list[ComponentState]:
+    """What squeue printed in our format."""
+    return list(_parse(text, ("state", "nodes", "reason", "left", "elapsed", "start", "script")))
+
+
+def _sacct(job_ids: Sequence[str]) -> list[ComponentState]:
     """What accounting remembers; nothing on a cluster without."""
-    command = ["sacct", "-n", "-P", "-X", "-j", ",".join(job_ids)]
-    command += ["-o", "JobID,JobIDRaw,State,NodeList,Reason,Elapsed,Start"]
+    command = ["sacct", "-n", "-P", "-X", "-j", ",".join(job_ids), "-o", _SACCT_FORMAT]
     try:
-        text = _run(command)
+        return parse_sacct(_run(command))
     except SlurmUnavailable:
-        return
+        return []
+
+
+def parse_sacct(text: str) -> list[ComponentState]:
+    """What sacct printed in our format. `CANCELLED by 1000` is CANCELLED."""
+    found = _parse(text, ("state", "nodes", "reason", "elapsed", "start"))
+    return [dataclasses.replace(state, state=state.state.split()[0]) for state in found]
+
+
+def _parse(text: str, names: Sequence[str]) -> Iterator[ComponentState]:
     for line in text.splitlines():
-        job_id, own_id, state, nodes, reason, elapsed, start = line.split("|", 6)
-        state = state.split()[0]  # CANCELLED by 1000
-        yield from _expand(
-            job_id,
-            ComponentState(
-                job_id="",
-                own_id=own_id,
-                state=state,
-                nodes=nodes,
-                reason=reason,
-                elapsed=elapsed,
-                start=start,
-            ),
-        )
+        job_id, own_id, *values = line.split("|", len(names) + 1)
+        fields: dict[str, Any] = dict(zip(names, values, strict=True))
+        yield from _expand(job_id, ComponentState(job_id="", own_id=own_id, **fields))
 
 
 def _expand(text: str, state: ComponentState) -> Iterator[ComponentState]:

@@ -1,0 +1,68 @@
+"""`slurm-grpo sweep status SWEEP_DIR`: what every element of a sweep is doing."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from slurm_grpo.config_io import read_frozen
+from slurm_grpo.display import StepFeed, clock, number, remaining_s, sparkline
+from slurm_grpo.errors import ExitCode, SlurmUnavailable
+from slurm_grpo.run_state import Standing, stand, stand_all, tally
+from slurm_grpo.sweep import ElementRow, find_sweep, short_names
+
+_SPARK_COLUMNS = 10
+_STYLES = {"done": "green", "running": "cyan", "failed": "red", "died": "red"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sweep", help="directory that launch/sweep.py has made, or its name")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    rows = find_sweep(arguments.sweep)
+    runs = [row.run for row in rows]
+    try:
+        standings = stand_all(runs)
+    except SlurmUnavailable:
+        standings = [stand(run) for run in runs]
+    names = short_names([key for row in rows for key in row.changes])
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for header in ("#", *names.values()):
+        table.add_column(header, justify="right", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for header in ("step", "reward", "ETA"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row, standing in zip(rows, standings, strict=True):
+        table.add_row(*_cells(row, standing, list(names)))
+    console = Console()
+    console.print(table)
+    console.print(Text(tally(standings), style="bold"))
+    for row, standing in zip(rows, standings, strict=True):
+        if standing.detail and not standing.is_alive and standing.word != "done":
+            line = f"{row.index}: {standing.detail.splitlines()[0]}"
+            console.print(line, style="yellow", markup=False, highlight=False)
+    return ExitCode.OK
+
+
+def _cells(row: ElementRow, standing: Standing, keys: list[str]) -> list[str | Text]:
+    feed = StepFeed(row.run)
+    n_total = read_frozen(row.run.config).run.steps
+    rewards = [r["reward/mean"] for r in feed.steps if r.get("reward/mean") is not None]
+    seconds = remaining_s(feed, n_total) if standing.is_alive else None
+    state = standing.word
+    if standing.job_ids:
+        state += f" {standing.job_ids[0]}"
+    reward = Text(f"{sparkline(rewards, _SPARK_COLUMNS)} ", style="green")
+    reward.append(number(rewards[-1] if rewards else None), style="default")
+    return [
+        str(row.index),
+        *(row.changes.get(key, "") for key in keys),
+        Text(state, style=_STYLES.get(standing.word, "")),
+        f"{feed.n_steps}/{n_total}",
+        reward,
+        "" if seconds is None else clock(seconds),
+    ]
