@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
@@ -76,11 +76,11 @@ class _Problems:
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
-        self._elements: dict[str, list[int]] = {}
+        self._elements: dict[str, set[int]] = {}
 
     def add(self, index: int, lines: Sequence[str]) -> None:
         for line in lines:
-            self._elements.setdefault(line.strip(), []).append(index)
+            self._elements.setdefault(line.strip(), set()).add(index)
 
     def raise_any(self, n_elements: int) -> None:
         if not self._elements:
@@ -155,7 +155,7 @@ def write_elements(folder: Path, elements: Sequence[Element]) -> None:
     write_durably(folder / MANIFEST, (text + "\n").encode())
 
 
-def compress(indices: Sequence[int]) -> str:
+def compress(indices: Iterable[int]) -> str:
     """`0-3,5`, as Slurm writes it."""
     parts = []
     for _, group in itertools.groupby(enumerate(sorted(indices)), lambda pair: pair[1] - pair[0]):

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
         if kind == "array":
             script = _common_script(elements, folder, arguments.max_running or len(elements))
         if arguments.dry_run:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
             for element in elements:
                 _say(f"# {element.index:3}  {describe(element.changes)}")
             _say(f"# Would be made in {folder}\n{script}")

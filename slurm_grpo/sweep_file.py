@@ -50,11 +50,12 @@ class _Reader:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.problems: list[str] = []
+        self.problems: list[tuple[int, str]] = []
+        """(line, text)."""
         self.types = {k: t for k, t in option_types(Config).items() if k not in _OWN_KEYS}
 
     def bad(self, node: yaml.Node, text: str) -> None:
-        self.problems.append(f"  {self.file}:{node.start_mark.line + 1}: {text}")
+        self.problems.append((node.start_mark.line + 1, text))
 
     def mapping(self, node: yaml.Node, what: str) -> dict[str, yaml.Node]:
         if isinstance(node, yaml.MappingNode):
@@ -105,12 +106,13 @@ class _Reader:
 
     def distribution(self, key: str, node: yaml.Node) -> Callable[[random.Random], str]:
         """What draws a value of `key`."""
-        found = self.mapping(node, key)
-        (name, argument) = next(iter(found.items()), ("", node))
-        if len(found) != 1 or name not in _DISTRIBUTIONS:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        name = str(pairs[0][0].value) if len(pairs) == 1 else ""
+        if name not in _DISTRIBUTIONS:
             wanted = ", ".join(_DISTRIBUTIONS)
             self.bad(node, f"{key}: expected one of {wanted}, as in `{{uniform: [0, 1]}}`.")
             return lambda _: ""
+        argument = pairs[0][1]
         items = self.items(argument, f"{key}.{name}")
         if name == "choice":
             choices = [self.text(key, item) for item in items]
@@ -170,7 +172,8 @@ def read_sweep(file: Path) -> Sweep:
         changes = _expand(reader, kinds[0], top[kinds[0]], varied, n, seed)
     if reader.problems:
         count = f"{len(reader.problems)} problem{'s' if len(reader.problems) > 1 else ''}"
-        raise ConfigError("\n".join([f"{count} in the sweep {file}:", *reader.problems]))
+        lines = [f"  {file}:{line}: {text}" for line, text in sorted(reader.problems)]
+        raise ConfigError("\n".join([f"{count} in the sweep {file}:", *lines]))
     base = file.absolute().parent / str(top["base"].value)
     return Sweep(file=file, base=base, name=name, changes=changes)
 
