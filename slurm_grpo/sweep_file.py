@@ -58,10 +58,15 @@ class _Reader:
         self.problems.append((node.start_mark.line + 1, text))
 
     def mapping(self, node: yaml.Node, what: str) -> dict[str, yaml.Node]:
-        if isinstance(node, yaml.MappingNode):
-            return {str(key.value): value for key, value in node.value}
-        self.bad(node, f"{what}: expected `key: value` lines.")
-        return {}
+        if not isinstance(node, yaml.MappingNode) or not node.value:
+            self.bad(node, f"{what}: expected `key: value` lines.")
+            return {}
+        found: dict[str, yaml.Node] = {}
+        for key, value in node.value:
+            if key.value in found:
+                self.bad(key, f"{what}: {key.value} is given twice. Leave one out.")
+            found[str(key.value)] = value
+        return found
 
     def items(self, node: yaml.Node, what: str) -> list[yaml.Node]:
         if isinstance(node, yaml.SequenceNode) and node.value:
