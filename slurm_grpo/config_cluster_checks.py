@@ -24,7 +24,6 @@ Found: TypeAlias = Iterator[tuple[tuple[str, ...], str]]
 MIN_TRAINING_S = 60
 """Between a job's start and its signal; Slurm looks every 30 s only."""
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*(=[^\n]*)?")
-_SRUN_FLAG = re.compile(r"--?[A-Za-z][A-Za-z0-9-]*(=[^\n]*)?")
 
 
 def check_cluster(cfg: Config) -> Found:
@@ -89,16 +88,16 @@ def _groups(cfg: Config) -> Found:
                 (f"{key}.mem_gib",),
                 f"{key}.mem_gib: {nodes.mem_gib} given; expected at least 1.",
             )
-        yield from _flags(f"{key}.flags", nodes.flags, _FLAG)
+        yield from _flags(f"{key}.flags", nodes.flags)
 
 
-def _flags(key: str, flags: tuple[str, ...], form: re.Pattern[str]) -> Found:
+def _flags(key: str, flags: tuple[str, ...], example: str = "--reservation=course") -> Found:
     for flag in flags:
-        if not form.fullmatch(flag):
+        if not _FLAG.fullmatch(flag):
             yield (
                 (key,),
                 f"{key}: {flag!r} given; expected a long flag with its value after `=`, such as "
-                "--reservation=course.",
+                f"{example}.",
             )
 
 
@@ -137,8 +136,8 @@ def _sizes(cfg: Config) -> Found:
 
 
 def _site(cfg: Config) -> Found:
-    yield from _flags("site.flags", cfg.site.flags, _FLAG)
-    yield from _flags("site.srun_flags", cfg.site.srun_flags, _SRUN_FLAG)
+    yield from _flags("site.flags", cfg.site.flags)
+    yield from _flags("site.srun_flags", cfg.site.srun_flags, "--network=sn_all")
     for name in cfg.site.remove_flags:
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             yield (

@@ -171,10 +171,10 @@ def _in_file(reader: YamlReader) -> list[Problem]:
     return [Problem(where=w, text=f"{key}: {t}" if key else t) for w, key, t in reader.problems]
 
 
-def _place(problem: Problem) -> tuple[bool, int]:
-    """Sorts by line in the file, then defaults and options as found."""
-    line = re.search(r":(\d+)$", problem.where)
-    return (line is None, int(line[1]) if line else 0)
+def _place(problem: Problem) -> tuple[bool, str, int]:
+    """Sorts by file and line, then defaults and options as found."""
+    line = re.fullmatch(r"(.*):(\d+)", problem.where)
+    return (False, line[1], int(line[2])) if line else (True, "", 0)
 
 
 # -- overrides -------------------------------------------------------------------------------------
