@@ -32,6 +32,7 @@ from slurm_grpo.errors import (
 from slurm_grpo.fsio import storage_errors
 from slurm_grpo.run_state import stand
 from slurm_grpo.rundir import RunDir
+from slurm_grpo.slurm.submit_env import require_sbatch
 
 _PROGRAM = "python launch/submit.py"
 _USAGE = f"""{_PROGRAM} CONFIG.yaml [--site SITE.yaml] [--section.option VALUE ...]
@@ -73,7 +74,7 @@ class Arguments:
 def main(argv: Sequence[str], start: Supervise | None = None) -> int:
     """Do what `argv` (without the program's name) asks for; the exit code.
 
-    `start` runs the attempt or submits it; by default, what `cluster.kind` says.
+    `start` runs the attempt; by default, what `cluster.kind` says does, or puts it into a queue.
     """
     try:
         arguments = parse(argv)
@@ -88,16 +89,10 @@ def main(argv: Sequence[str], start: Supervise | None = None) -> int:
         if "--test-only" in arguments.switches:
             return _test_only(run, cfg)
         _require_role_packages(cfg)
-        is_new = not run.root.exists()
-        try:
-            _make(run, cfg, replace=arguments.resume is not None)
-            if start is not None or cfg.cluster.kind == "local":
-                return (start or _supervise)(run, cfg)
-            return _submit(run, cfg, wait="--wait" in arguments.switches)
-        except (SubmissionRefused, SlurmUnavailable):
-            if is_new:  # or the next try would meet this one's configuration
-                shutil.rmtree(run.root)
-            raise
+        if start is None and cfg.cluster.kind == "slurm":
+            return _submit(run, cfg, arguments)
+        _make(run, cfg, replace=arguments.resume is not None)
+        return (start or _supervise)(run, cfg)
     except SlurmGrpoError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
@@ -143,10 +138,18 @@ def _supervise(run: RunDir, cfg: Config) -> int:
     return run_supervisor(run, cfg)
 
 
-def _submit(run: RunDir, cfg: Config, *, wait: bool) -> int:
+def _submit(run: RunDir, cfg: Config, arguments: Arguments) -> int:
     from slurm_grpo.slurm.submission import submit_run, wait_for_end
 
-    submission = submit_run(run, cfg)
+    require_sbatch()
+    is_new = not run.root.exists()
+    _make(run, cfg, replace=arguments.resume is not None)
+    try:
+        submission = submit_run(run, cfg)
+    except (SubmissionRefused, SlurmUnavailable):
+        if is_new:  # or the next try would meet this one's configuration
+            shutil.rmtree(run.root)
+        raise
     job_id, where = submission.job.job_id, shlex.quote(str(run.root))
     command = Path(sys.executable).with_name("slurm-grpo")
     program = shlex.quote(str(command)) if command.is_file() else "slurm-grpo"
@@ -158,14 +161,13 @@ def _submit(run: RunDir, cfg: Config, *, wait: bool) -> int:
         f" cancel         {program} cancel {where}\n"
     )
     sys.stdout.flush()
-    if not wait:
+    if "--wait" not in arguments.switches:
         return ExitCode.OK
     try:
-        wait_for_end(submission)
+        return wait_for_end(submission)
     except KeyboardInterrupt:
         sys.stderr.write(f"\njob {job_id} goes on; `{program} cancel {where}` ends it.\n")
         return 128 + signal.SIGINT
-    return ExitCode.OK
 
 
 def _test_only(run: RunDir, cfg: Config) -> int:

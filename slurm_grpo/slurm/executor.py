@@ -67,6 +67,7 @@ class _Paths(JobPaths):
 class RunJob(SlurmJob[dict[str, Any]]):
     """One submission of a run."""
 
+    _results_timeout_s = 5  # for a file system to show a result that the job has written
     watcher = QueueWatcher()
 
     def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)) -> None:

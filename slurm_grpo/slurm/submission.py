@@ -14,17 +14,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from submitit.core.utils import UncompletedJobError
 
 from slurm_grpo.config import Config
-from slurm_grpo.errors import ConfigError, JobFailed, SlurmUnavailable
+from slurm_grpo.errors import ConfigError, ExitCode, JobFailed
 from slurm_grpo.fsio import storage_errors, write_durably
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.executor import RunExecutor, RunJob
 from slurm_grpo.slurm.script import job_script, submitit_command
-from slurm_grpo.slurm.submit_env import NO_SBATCH, run_sbatch
+from slurm_grpo.slurm.submit_env import require_sbatch, run_sbatch
 from slurm_grpo.versions import PACKAGE_ROOT, VERSION_FILE, code_version
 
 _LOOK_S = 1.0
@@ -55,8 +55,7 @@ def submit_run(run: RunDir, cfg: Config) -> Submission:
 
     Raises SubmissionRefused or SlurmUnavailable; then there is no trace of the attempt.
     """
-    if shutil.which("sbatch") is None:
-        raise SlurmUnavailable(NO_SBATCH)
+    require_sbatch()
     with _new_job_dir(run) as job_dir:
         code_dir = job_dir / "code"
         snapshot_package(code_dir)
@@ -79,8 +78,8 @@ def snapshot_package(code_dir: Path) -> None:
         (code_dir / VERSION_FILE).write_text(code_version())
 
 
-def wait_for_end(submission: Submission, output: TextIO = sys.stdout) -> None:
-    """Copy what the job's supervisor prints to `output` until the job has ended, over requeues.
+def wait_for_end(submission: Submission) -> int:
+    """Print what the job's supervisor prints until the job has ended, over requeues; the exit code.
 
     Raises JobFailed with the failing text.
     """
@@ -91,15 +90,16 @@ def wait_for_end(submission: Submission, output: TextIO = sys.stdout) -> None:
         is_over = submission.job.done()
         with contextlib.suppress(FileNotFoundError), log.open(errors="replace") as lines:
             lines.seek(position)
-            shutil.copyfileobj(lines, output)
+            shutil.copyfileobj(lines, sys.stdout)
             position = lines.tell()
-            output.flush()
+            sys.stdout.flush()
         if not is_over:
             time.sleep(_LOOK_S)
     try:
-        submission.job.result()
+        summary = submission.job.result()
     except UncompletedJobError as error:
         raise JobFailed(f"job {submission.job.job_id} failed. {error}") from None
+    return ExitCode.OK if summary["status"] == "done" else ExitCode.STOPPED
 
 
 def _run_batch(run_dir: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
@@ -35,11 +36,21 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in unwanted}
 
 
+def require_sbatch() -> None:
+    """Raise SlurmUnavailable where there is none."""
+    if shutil.which("sbatch") is None:
+        raise SlurmUnavailable(
+            "sbatch: no such command here. Submit from a login node of the cluster, or put Slurm's "
+            "bin directory on PATH; --dry-run works without Slurm, --cluster.kind local runs here."
+        )
+
+
 def run_sbatch(arguments: Sequence[str], *, script: str | None = None) -> str:
     """What `sbatch ARGUMENTS` says, on both streams; `script` is its standard input.
 
     Raises SubmissionRefused with Slurm's words, SlurmUnavailable where there is no sbatch.
     """
+    require_sbatch()
     try:
         done = subprocess.run(
             ["sbatch", *arguments],
@@ -50,8 +61,6 @@ def run_sbatch(arguments: Sequence[str], *, script: str | None = None) -> str:
             text=True,
             timeout=_TIMEOUT_S,
         )
-    except FileNotFoundError:
-        raise SlurmUnavailable(NO_SBATCH) from None
     except subprocess.TimeoutExpired:
         raise SlurmUnavailable(
             f"sbatch: no answer within {_TIMEOUT_S:.0f} s. The controller may be busy or down: try "
@@ -60,12 +69,6 @@ def run_sbatch(arguments: Sequence[str], *, script: str | None = None) -> str:
     if done.returncode:
         raise refusal(done.stdout)
     return done.stdout
-
-
-NO_SBATCH = (
-    "sbatch: no such command here. Submit from a login node of the cluster, or put Slurm's bin "
-    "directory on PATH; --dry-run works without Slurm, --cluster.kind local runs on this machine."
-)
 
 
 def refusal(words: str) -> SubmissionRefused:

@@ -104,7 +104,7 @@ def test_a_cluster_section_does_not_hinder_a_local_run() -> None:
 def kinds(n_nodes: int = 2, **values: int) -> NodeKind:
     features = frozenset(["nvlink", "hdr"])
     size = {"cpus": 8, "mem_mib": 16000, "gpus": 2} | values
-    return NodeKind(n_nodes=n_nodes, features=features, **size)  # type: ignore[arg-type]
+    return NodeKind(n_nodes=n_nodes, features=features, **size)
 
 
 PARTITIONS = {

@@ -26,6 +26,7 @@ from slurm_grpo.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBMIT = ROOT / "launch/submit.py"
+PLAIN = ROOT / "configs/sites/plain.yaml"
 HEAVY = {"torch", "vllm", "torchtitan", "transformers", "h5py"}
 
 
@@ -121,7 +122,9 @@ def test_no_heavy_module_is_imported_on_the_way(config: Path) -> None:
         "except SystemExit: pass\n"
         f"sys.exit(str(set(sys.modules) & {HEAVY}) if set(sys.modules) & {HEAVY} else 0)\n"
     )
-    for arguments in (["--help"], [config, "--dry-run", "--run.seed", "1"], [config, "--no.such"]):
+    dry_run = [config, "--dry-run", "--run.seed", "1"]
+    on_slurm = [config, "--dry-run", "--cluster.kind", "slurm"]
+    for arguments in (["--help"], dry_run, on_slurm, [config, "--no.such"]):
         command = [sys.executable, "-c", script, str(SUBMIT), *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -131,6 +134,7 @@ def test_no_heavy_module_is_imported_on_the_way(config: Path) -> None:
     ("arguments", "limit_s"),
     [
         (["--dry-run"], 0.7),
+        (["--dry-run", "--cluster.kind", "slurm", "--site", str(PLAIN)], 0.7),
         (["--dry-run", "--trainer.optimizer.lr", "1e-5"], 0.7),
         (["--trainer.optimizer.lr", "fast"], 0.7),
         (["--help"], 1.2),
@@ -247,3 +251,51 @@ def test_what_cannot_be_started_is_explained(
     assert main(arguments, start) == ExitCode.CONFIG
     assert expected in capsys.readouterr().err
     assert len(start.calls) == 1
+
+
+def test_a_dry_run_for_slurm_prints_the_script_alone_and_needs_no_slurm(
+    config: Path, tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    done = submit(config, "--cluster.kind", "slurm", "--dry-run", PATH="/nowhere")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert lines.count("#SBATCH hetjob") == 1
+    assert f"#SBATCH --output={tmp_path}/runs/r/jobs/0/slurm.out" in lines
+    entry = f"{sys.executable} -u -m submitit.core._submit {tmp_path}/runs/r/jobs/0"
+    assert lines[-1] == f"exec {entry}"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_configuration_wins_over_the_site_file_and_options_over_both(
+    config: Path, tmp_path: Path
+) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("gpu_type: a100\nmpi: pmix\nsetup: [module load site]\n")
+    own = yaml.safe_load(config.read_text()) | {"site": {"mpi": "none", "setup": ["true"]}}
+    config.write_text(yaml.safe_dump(own))
+    shown = submit(config, "--site=site.yaml", "--site.setup", "module load mine", "--dry-run")
+    resolved = yaml.safe_load(shown.stdout)["site"]
+    assert resolved["gpu_type"] == "a100"
+    assert resolved["mpi"] == "none"
+    assert resolved["setup"] == ["module load mine"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--test-only"], "--test-only: asks Slurm, and cluster.kind is local"),
+        (["--site"], "--site: expected a YAML file"),
+        (["--site", "gone.yaml"], "cannot read the configuration gone.yaml"),
+        (["--cluster.kind", "slurm", "--cluster.python", "/bin/sh"], "sbatch: no such command"),
+    ],
+)
+def test_what_slurm_cannot_be_asked_is_explained_and_makes_nothing(
+    arguments: list[str], expected: str, config: Path, tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    done = submit(config, *arguments, PATH="/nowhere")
+    assert done.returncode != 0
+    assert expected in done.stderr
+    assert sorted(tmp_path.iterdir()) == before
