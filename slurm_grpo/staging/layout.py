@@ -13,7 +13,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any, TypeAlias, get_args
 
@@ -229,6 +229,18 @@ def check_header(file: h5py.File) -> None:
         )
     if file.attrs.get("complete") != 1:
         raise ShardError("no `complete` mark: its writer did not finish it")
+
+
+def read_header(file: h5py.File) -> ShardHeader:
+    """Who made `file`, from its attributes. Raises KeyError for one that is missing."""
+    values: dict[str, Any] = {
+        f.name: value if isinstance(value := file.attrs[f.name], str) else int(value)
+        for f in fields(ShardHeader)
+        if f.name != "advantage_estimator"
+    }
+    return ShardHeader(
+        **values, advantage_estimator=str(file["episodes/advantage"].attrs["estimator"])
+    )
 
 
 def read_all(file: h5py.File) -> Columns:

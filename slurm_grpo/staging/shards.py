@@ -188,7 +188,7 @@ def read_groups(
         size_bytes = path.stat().st_size
         if size_bytes < ref.size_bytes:
             raise ShortRead(f"has {size_bytes} of {ref.size_bytes} bytes")
-        with _shard_errors(path), h5py.File(path, "r", locking=False) as file:
+        with shard_errors(path), h5py.File(path, "r", locking=False) as file:
             layout.check_header(file)
             index = {int(g): i for i, g in enumerate(file["groups/group_id"][()])}
             missing = [g for g in group_ids if g not in index]
@@ -243,7 +243,7 @@ def _checked_groups(
         raise ShardError(f"shard {path}: {len(image)} bytes, announced {size_bytes}.")
     if zlib.crc32(image) != crc32:
         raise ShardError(f"shard {path}: CRC {zlib.crc32(image):08x}, announced {crc32:08x}.")
-    with _shard_errors(path), h5py.File(h5py.h5f.open_file_image(image)) as file:
+    with shard_errors(path), h5py.File(h5py.h5f.open_file_image(image)) as file:
         _check_name(path, file)
         return _group_refs(layout.read_all(file))
 
@@ -259,7 +259,7 @@ def _check_name(path: Path, file: h5py.File) -> None:
 
 
 @contextmanager
-def _shard_errors(path: Path) -> Iterator[None]:
+def shard_errors(path: Path) -> Iterator[None]:
     """Name the file in what HDF5 or the layout says of it; let the file system's errors pass."""
     try:
         yield
