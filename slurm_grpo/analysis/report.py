@@ -1,0 +1,416 @@
+"""`slurm-grpo report RUN`: one HTML file that says how a run went.
+
+It opens from disk, needs no network and no script, and answers on top: is it learning, on which
+tasks, what do its worst answers look like, was it on-policy, where did the time go. Works on a run
+that is still going on, has failed or has taken one step, and says what is missing. Numbers come
+from `report_facts.py`, pictures from `report_charts.py`, answers to read from `report_episodes.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+from slurm_grpo.attempt import record_path
+from slurm_grpo.checkpoint_dirs import read_resumed_from
+from slurm_grpo.config import Config
+from slurm_grpo.config_checks import get
+from slurm_grpo.config_values import option_types
+from slurm_grpo.errors import ExitCode
+from slurm_grpo.fsio import write_durably
+from slurm_grpo.run_state import read_json, stand
+
+if TYPE_CHECKING:
+    from slurm_grpo.analysis.report_charts import Chart
+    from slurm_grpo.analysis.report_facts import Change, Facts
+
+MAX_ROWS = 400
+"""Steps in the table; of a longer run every n-th is shown."""
+STEP_COLUMNS = {
+    "reward/mean": "reward",
+    "accuracy/train": "accuracy",
+    "completion/length_mean": "length",
+    "staleness/mean": "staleness",
+    "trainer/loss": "loss",
+    "trainer/grad_norm": "gradient norm",
+    "trainer/clip_fraction": "clipped",
+    "trainer/mismatch_k3_nats": "mismatch k3",
+    "trainer/entropy_nats": "entropy",
+    "trainer/step_s": "seconds",
+    "trainer/wait_for_groups_s": "of it waiting",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """RUN, the file to write, and whose rewards to show."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, such as runs/<name>")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="by default report.html in the run"
+    )
+    parser.add_argument("--score", metavar="NAME", help="show the rewards of a rescoring instead")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the file and say where it is."""
+    from slurm_grpo.analysis.frame import open_run
+    from slurm_grpo.analysis.report_facts import Facts
+
+    output = arguments.output or arguments.run / "report.html"
+    page = build_report(Facts(open_run(arguments.run), arguments.score))
+    write_durably(output, page.encode("utf-8", "replace"))
+    sys.stdout.write(f"{output}\n")
+    return ExitCode.OK
+
+
+def build_report(facts: Facts) -> str:
+    """The whole page."""
+    from slurm_grpo.analysis import report_charts as charts
+    from slurm_grpo.analysis.report_episodes import episodes_html
+
+    standing = stand(facts.run.run)
+    sections = {
+        "In short": _cards(facts) + _notes(facts),
+        "Learning": _figures(charts.learning_charts(facts)) + _tasks(facts),
+        "Answers": episodes_html(facts),
+        "Length": _figures(charts.length_charts(facts)),
+        "On-policy": _figures(charts.policy_charts(facts)),
+        "Optimizer": _figures(charts.optimizer_charts(facts)),
+        "Time": _figures(charts.time_charts(facts)),
+        "Steps": _steps(facts),
+        "Attempts": _attempts(facts),
+        "Configuration": _configuration(facts),
+    }
+    body = "\n".join(
+        f'<section id="{_anchor(title)}"><h2>{title}</h2>\n{html}</section>'
+        for title, html in sections.items()
+    )
+    config = facts.run.config
+    about = [
+        f"model {Path(str(config.get('model.path', '?'))).name}",
+        f"task {config.get('task.name', '?')}",
+        f"seed {config.get('run.seed', '?')}",
+        f"{len(facts.steps)} of {config.get('run.steps', '?')} steps",
+        f"{len(facts.episodes):,} episodes on disk",
+        *([f"rewards of the rescoring {facts.score}"] if facts.score else []),
+        *([f"a replay of {config['run.replay_of']}"] if config.get("run.replay_of") else []),
+    ]
+    page = Template(files("slurm_grpo.analysis").joinpath("report_page.html").read_text("utf-8"))
+    return page.substitute(
+        title=escape(f"{facts.run.name}: report"),
+        name=escape(facts.run.name),
+        state=escape(standing.word),
+        tone={"done": "good", "failed": "bad", "died": "bad"}.get(standing.word, ""),
+        subtitle=escape(" · ".join(about)) + _paragraph(standing.detail, "bad"),
+        links="".join(f'<li><a href="#{_anchor(t)}">{t}</a></li>' for t in sections),
+        body=body,
+        footer=escape(
+            f"Written {time.strftime('%Y-%m-%d %H:%M:%S %Z')} from {facts.run.run.root.resolve()}"
+        ),
+    )
+
+
+# In short
+
+
+def _cards(facts: Facts) -> str:
+    """The five questions, each with a number first."""
+    cards = [_is_learning(facts), _on_which_tasks(facts), _worst(facts), _was_on_policy(facts)]
+    cards.append(_where_time_went(facts))
+    html = [
+        f'<div class="card"><h3>{question}</h3><p class="big">{big}</p>{"".join(lines)}</div>'
+        for question, big, lines in cards
+    ]
+    return f'<div class="cards">{"".join(html)}</div>'
+
+
+Card = tuple[str, str, list[str]]
+
+
+def _is_learning(facts: Facts) -> Card:
+    lines, big = [], ""
+    for name, points in facts.evaluations.items():
+        words = f"{name.replace('_', '-')} {points['metric']}"
+        pair = _arrow(points["before"], points["after"])
+        if facts.score is None and not big:
+            big, words = pair, f"{words}, before and after training"
+            lines.append(_paragraph(words))
+        else:
+            lines.append(_paragraph(f"{words} {pair}"))
+    change = facts.change()
+    if change is not None:
+        text = f"reward {_arrow(change.early, change.late)}, {_difference(change)}"
+        big, lines = (
+            (big, [*lines, _paragraph(text)])
+            if big
+            else (
+                _arrow(change.early, change.late),
+                [_paragraph(f"reward, {_difference(change)}"), *lines],
+            )
+        )
+        lines.append(_paragraph("earliest against latest fifth of the policies", "small"))
+    if not big:
+        rewards = facts.episodes["reward"].dropna()
+        big = _number(rewards.mean() if len(rewards) else None)
+        lines.append(_paragraph("mean reward; one policy so far, nothing to compare", "small"))
+    return "Is it learning?", big, lines
+
+
+def _on_which_tasks(facts: Facts) -> Card:
+    table = facts.tasks()
+    if table.empty:
+        return "On which tasks?", "–", [_paragraph("no episodes on disk")]
+    changes = {row["task"]: row["change"] for row in table.to_dict("records") if row["change"]}
+    if len(table) == 1:
+        row = table.iloc[0]
+        text = f"{row['prompts']:,} prompts, {row['episodes']:,} episodes, one task"
+        return "On which tasks?", escape(row["task"]), [_paragraph(text)]
+    ranked = sorted(changes.items(), key=lambda item: -item[1].difference)
+    n_up = sum(change.difference > 2 * change.error for _, change in ranked)
+    lines = [_paragraph("rose by more than two standard errors")]
+    for word, item in (("most", ranked[:1]), ("least", ranked[-1:])):
+        lines += [_paragraph(f"{word}: {task}, {_difference(c)}") for task, c in item]
+    return "On which tasks?", f"{n_up} of {len(table)}", lines
+
+
+def _worst(facts: Facts) -> Card:
+    question, episodes = "What do its worst answers look like?", facts.episodes
+    if episodes.empty:
+        return question, "–", [_paragraph("no episodes on disk")]
+    late = facts.windows[1]
+    latest = episodes[episodes["version"].isin(late)] if late else episodes
+    scored = latest["reward"].dropna()
+    lowest = scored.min() if len(scored) else math.nan
+    lines = [
+        _paragraph(f"of the latest policies' answers earn the least, {_number(lowest)}"),
+        _paragraph(f"{_percent(latest['is_cut'].mean())} of them cut short by the length limit"),
+        _paragraph(f"{int(episodes['is_error'].sum())} answers in the run could not be scored"),
+        '<p class="small"><a href="#answers">read some of them</a></p>',
+    ]
+    return question, _percent((scored == lowest).mean() if len(scored) else math.nan), lines
+
+
+def _was_on_policy(facts: Facts) -> Card:
+    ages = facts.trained["staleness"].dropna().astype("f8")
+    lines = []
+    if len(ages):
+        bound = facts.run.config.get("algorithm.max_staleness", "?")
+        lines.append(_paragraph(f"of trained episodes; oldest {ages.max():.0f}, bound {bound}"))
+    k3, worst = facts.median("trainer/mismatch_k3_nats"), facts.largest("trainer/mismatch_max_nats")
+    lines.append(_paragraph(f"mismatch {k3:.2g} nats (median k3), largest {worst:.2g} of a token"))
+    lines.append(_paragraph(f"{_percent(facts.median('trainer/clip_fraction'))} of tokens clipped"))
+    big = f"{_percent((ages == 0).mean())} on-policy" if len(ages) else "–"
+    return "Was it on-policy?", big, lines if facts.steps else [_paragraph("no step yet")]
+
+
+def _where_time_went(facts: Facts) -> Card:
+    question = "Where did the time go?"
+    if not facts.steps:
+        return question, "–", [_paragraph("no step yet")]
+    seconds = facts.phases().sum().sort_values(ascending=False)
+    share = seconds / seconds.sum()
+    lines = [_paragraph(f"{_percent(v)} {n}") for n, v in share.items() if v >= 0.05]
+    numbers = facts.run.run.attempt_numbers()
+    wall = sum(read_json(record_path(facts.run.run.attempt(n))).get("wall_s", 0) for n in numbers)
+    if wall > seconds.sum():
+        rest = f"{_clock(wall - seconds.sum())} outside: starting, evaluating, saving"
+        lines.append(_paragraph(rest, "small"))
+    big = f"{_clock(seconds.sum())} in steps"
+    median = facts.median("trainer/step_s")
+    lines.append(_paragraph(f"median step {_duration(median)}", "small"))
+    return question, big, lines
+
+
+def _notes(facts: Facts) -> str:
+    """What is missing or odd."""
+    from slurm_grpo.analysis.report_episodes import has_token_texts
+
+    index, config = facts.run.index, facts.run.config
+    notes = []
+    if not facts.steps:
+        notes.append("No step has been taken yet; most of this page is empty.")
+    if not facts.evaluations:
+        why = "is 0" if config.get("evaluation.n_prompts") == 0 else "has had no effect yet"
+        notes.append(f"No evaluation on held-out prompts: evaluation.n_prompts {why}.")
+    if index.n_gone:
+        notes.append(
+            f"{index.n_gone:,} prompts that were trained on are no longer on disk (retention); "
+            "episode counts and distributions are of those that are."
+        )
+    if facts.run.damaged:
+        names = ", ".join(list(facts.run.damaged)[:3])
+        notes.append(f"{len(facts.run.damaged)} damaged files are left out: {names}.")
+    if len(facts.episodes) and not has_token_texts(facts):
+        notes.append(
+            "Answers are not tinted by log-probability: that needs the `tokenizers` package and "
+            f"the model's tokenizer.json ({config.get('model.path')})."
+        )
+    if config.get("run.replay_of"):
+        notes.append(
+            "A replay: episodes, their lengths and rewards are the replayed run's, and no engine "
+            "ran. What is this run's own is under Optimizer and On-policy."
+        )
+    if not notes:
+        return ""
+    return f'<div class="notes"><ul>{"".join(f"<li>{escape(n)}</li>" for n in notes)}</ul></div>'
+
+
+# Tables
+
+
+def _tasks(facts: Facts) -> str:
+    table = facts.tasks()
+    if table.empty:
+        return ""
+    header = ["task", "prompts", "episodes", "reward", "early → late", "change", "length"]
+    header += ["cut short", "equal rewards", "distinct answers", "errors"]
+    rows = []
+    for row in table.sort_values("task").to_dict("records"):
+        change = row["change"]
+        rows.append(
+            [
+                *(row["task"], f"{row['prompts']:,}", f"{row['episodes']:,}"),
+                _number(row["reward"]),
+                _arrow(change.early, change.late) if change else "–",
+                _difference(change) if change else "–",
+                f"{row['length']:.1f}",
+                *(_percent(row[name]) for name in ("cut", "equal", "unique")),
+                row["errors"],
+            ]
+        )
+    return f"<h3>By task</h3>{_table(header, rows)}"
+
+
+def _steps(facts: Facts) -> str:
+    every = -(-len(facts.steps) // MAX_ROWS) or 1
+    chosen = facts.steps[::every]
+    known = {key: name for key, name in STEP_COLUMNS.items() if any(key in row for row in chosen)}
+    rows = [[row["step"], *(_number(row.get(key), 4) for key in known)] for row in chosen]
+    title = "Every step" if every == 1 else f"Every {every}th step"
+    if not rows:
+        return '<p class="missing">No step has been taken yet.</p>'
+    table = _table(["step", *known.values()], rows)
+    return f"<details><summary>{title}, as numbers</summary>{table}</details>"
+
+
+def _attempts(facts: Facts) -> str:
+    run, starts = facts.run.run, read_resumed_from(facts.run.run)
+    rows = []
+    for n in run.attempt_numbers():
+        record = read_json(record_path(run.attempt(n)))
+        codes = {p.stem: p.read_text().strip() for p in sorted(run.attempt(n).root.glob("*.exit"))}
+        odd = [f"{peer} exit code {code}" for peer, code in codes.items() if code != "0"]
+        versions = read_json(run.attempt(n).versions)
+        rows.append(
+            [
+                *(n, record.get("status", "–")),
+                _when(record.get("started_unix")),
+                _clock(record["wall_s"]) if "wall_s" in record else "–",
+                f"step {starts[n]}" if n in starts else "–",
+                f"{record.get('peak_pss_bytes', 0) / 2**30:.2f} GiB",
+                record.get("host", "–"),
+                "; ".join(odd[:4]),
+                ", ".join(f"{k} {v}" for k, v in list(versions.items())[:4]),
+            ]
+        )
+    if not rows:
+        return '<p class="missing">No attempt has begun.</p>'
+    header = ["attempt", "ended", "began", "took", "from", "memory", "host", "ended oddly"]
+    return _table([*header, "versions"], rows, texts=True)
+
+
+def _configuration(facts: Facts) -> str:
+    config, defaults = facts.run.config, Config()
+    if not config:
+        return '<p class="missing">The run has no config.yaml.</p>'
+    known = option_types(Config)
+    changed, others = [], []
+    for key, value in config.items():
+        usual = get(defaults, key) if key in known else None
+        usual = list(usual) if isinstance(usual, tuple) else usual
+        (others if value == usual else changed).append([key, _plain(value), _plain(usual)])
+    shown = _table(["key", "value", "default"], changed, texts=True)
+    rest = _table(["key", "value"], [row[:2] for row in others], texts=True)
+    return (
+        f"{shown}<details><summary>{len(others)} keys with default values</summary>{rest}</details>"
+    )
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, texts: bool = False) -> str:
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows
+    )
+    kind = ' class="texts"' if texts else ""
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(header[0])} table">'
+        f"<table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _figures(charts: Sequence[Chart]) -> str:
+    figures = [
+        f"<figure><figcaption><b>{escape(chart.title)}</b>{escape(chart.caption)}</figcaption>"
+        f"{chart.svg}</figure>"
+        for chart in charts
+    ]
+    return f'<div class="charts">{"".join(figures)}</div>'
+
+
+# Words
+
+
+def _anchor(title: str) -> str:
+    return title.lower().replace(" ", "-")
+
+
+def _paragraph(text: str, kind: str = "") -> str:
+    return f'<p class="{kind}">{escape(text)}</p>' if text else ""
+
+
+def _plain(value: Any) -> str:
+    return "–" if value is None else str(value)
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    if value is None or not math.isfinite(value):
+        return "–"
+    return (
+        f"{value:.{digits}g}" if abs(value) < 1e-3 or abs(value) >= 1e4 else f"{value:.{digits}f}"
+    )
+
+
+def _arrow(before: float | None, after: float | None) -> str:
+    return f"{_number(before)} → {_number(after)}"
+
+
+def _difference(change: Change) -> str:
+    error = f" ± {change.error:.3f}" if math.isfinite(change.error) else ""
+    return f"{change.difference:+.3f}{error}"
+
+
+def _percent(share: float) -> str:
+    if not math.isfinite(share):
+        return "–"
+    return f"{100 * share:.0f} %" if share == 0 or share >= 0.1 else f"{100 * share:.2g} %"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+
+
+def _when(unix: float | None) -> str:
+    return "–" if unix is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))

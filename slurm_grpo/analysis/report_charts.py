@@ -1,0 +1,217 @@
+"""The report's charts: which question each answers, from `Facts` to inline SVG.
+
+A chart whose data the run does not have says so in its place. How a chart looks is `plots.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slurm_grpo.analysis import plots
+from slurm_grpo.analysis.plots import Points
+from slurm_grpo.analysis.report_facts import Facts, part_label
+from slurm_grpo.summary import evaluation_keys
+
+MAX_TASKS = 6
+"""Lines, or rows of a heat map, that tasks may have; the most frequent ones are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A figure of the page; without `svg`, `caption` says what is missing."""
+
+    title: str
+    caption: str
+    svg: str
+
+
+def learning_charts(facts: Facts) -> list[Chart]:
+    """Reward and evaluation over steps, by task and by part."""
+    charts = [_reward(facts)]
+    tasks = facts.episodes["task"].value_counts().index.astype(str).tolist()
+    if len(facts.episodes) > len(facts.trained) or len(tasks) > 1:
+        lines = {task: facts.by_version("reward", task) for task in tasks[:MAX_TASKS]}
+        if len(tasks) == 1:
+            lines = {"all episodes": lines[tasks[0]], "trained on": _reward_points(facts)}
+        caption = (
+            "Means over all episodes that each policy wrote, at the step after it; a step trains "
+            "on a selection of them."
+        )
+        charts.append(_lines(facts, "Reward of all episodes, by task", caption, lines))
+    charts.append(_parts(facts, tasks))
+    shares = {
+        "right answers": facts.points("accuracy/train"),
+        "groups of equal rewards": facts.points("groups/zero_spread_fraction"),
+        "scoring errors": _ratio(facts, "episodes/n_errors", "episodes/n"),
+    }
+    caption = "Shares of a step's episodes or groups. Groups of equal rewards teach nothing."
+    charts.append(_lines(facts, "What steps were made of", caption, shares))
+    dropped = {
+        "without signal": facts.points("groups/dropped_no_signal"),
+        "too stale": facts.points("groups/dropped_stale"),
+    }
+    if any(sum(points[1]) for points in dropped.values()):
+        caption = "Groups that were generated and not trained on: work that a step waits for."
+        charts.append(_lines(facts, "Dropped groups", caption, dropped))
+    return charts
+
+
+def length_charts(facts: Facts) -> list[Chart]:
+    """How long answers are, and how they end."""
+    if facts.trained.empty:
+        return [_missing("Answer length")]
+    low, middle, high = (facts.by_step("n_tokens", q=q) for q in (0.1, 0.5, 0.9))
+    name = "median; band: 10 to 90 %"
+    band = plots.band_chart("Answer length over steps", low, middle, high, name)
+    early, late = (
+        facts.episodes["n_tokens"][facts.episodes["version"].isin(w)] for w in facts.windows
+    )
+    samples = {"earliest fifth": early.tolist(), "latest fifth": late.tolist()}
+    if not facts.windows[0]:
+        samples = {"all": facts.episodes["n_tokens"].tolist()}
+    histogram = plots.histogram("Answer length, distribution", samples, "tokens")
+    caption = "Share of answers that the length limit cut short: a reward judges a fragment there."
+    cut = {"cut short": facts.points("completion/truncation_rate")}
+    return [
+        Chart("Answer length", "Tokens of the answers in each step.", band),
+        Chart("Length distribution", "Answers of the earliest and the latest policies.", histogram),
+        _lines(facts, "Answers cut short", caption, cut),
+    ]
+
+
+def policy_charts(facts: Facts) -> list[Chart]:
+    """How far the data is from the policy that it trains."""
+    caption = "Steps that an episode's oldest token lagged when it was trained on. 0: on-policy."
+    ages = facts.trained["staleness"].dropna().astype(int)
+    staleness = _missing("Staleness")
+    if len(ages):
+        svg = plots.histogram("Staleness", {"episodes": ages.tolist()}, "steps behind")
+        staleness = Chart("Staleness", caption, svg)
+    k3 = {"k3 estimate": facts.points("trainer/mismatch_k3_nats")}
+    worst = {
+        "largest in a step": facts.points("trainer/mismatch_max_nats"),
+        "of a fixed prompt, mean": facts.points("sync/probe_mean_abs_diff"),
+    }
+    clip = {"clipped tokens": facts.points("trainer/clip_fraction")}
+    return [
+        staleness,
+        _lines(
+            facts,
+            "Mismatch of trainer and generator",
+            "KL divergence between the policy that wrote the tokens and the one being trained.",
+            k3,
+            log=True,
+        ),
+        _lines(
+            facts,
+            "Log-probability differences",
+            "Between the two sides for the same tokens, nats. Large ones are worth a look.",
+            worst,
+        ),
+        _lines(facts, "Clipping", "Share of trained tokens whose gradient the clip removed.", clip),
+    ]
+
+
+def optimizer_charts(facts: Facts) -> list[Chart]:
+    """Loss, gradient, entropy, learning rate."""
+    wanted = (
+        ("Loss", "Of the clipped objective; its size says little, its jumps do.", "trainer/loss"),
+        ("Gradient norm", "Before clipping to max_grad_norm.", "trainer/grad_norm"),
+        (
+            "Entropy",
+            "Mean over trained tokens, nats. Towards 0: no more exploration.",
+            "trainer/entropy_nats",
+        ),
+        ("Learning rate", "As scheduled.", "trainer/lr"),
+    )
+    return [
+        _lines(facts, title, caption, {title.lower(): facts.points(key)})
+        for title, caption, key in wanted
+    ]
+
+
+def time_charts(facts: Facts) -> list[Chart]:
+    """Where the seconds of a step went, and how fast both sides were."""
+    if not facts.steps:
+        return [_missing("Seconds per step")]
+    table = facts.phases()
+    parts = {name: table[name].tolist() for name in table if table[name].sum() > 0.005 * len(table)}
+    svg = plots.stacked_chart("Seconds per step", "seconds", table.index.tolist(), parts)
+    speed = {
+        "generated": facts.points("generator/tokens_per_s"),
+        "trained": facts.points("trainer/tokens_per_s"),
+    }
+    memory = [(x, y / 2**30) for x, y in zip(*facts.points("trainer/memory_bytes"), strict=True)]
+    pause = {"engines paused": facts.points("generator/pause_s")}
+    return [
+        Chart("Seconds per step", "Each phase of the trainer's step.", svg),
+        _lines(facts, "Tokens per second", "While the side in question was at work.", speed),
+        _lines(facts, "Engine pauses", "Seconds without decoding at each new version.", pause),
+        _lines(
+            facts,
+            "Trainer memory",
+            "Most that rank 0 has held so far, GiB.",
+            {"peak": tuple(zip(*memory, strict=True)) if memory else ((), ())},
+        ),
+    ]
+
+
+def _reward(facts: Facts) -> Chart:
+    points = _reward_points(facts)
+    if not points[0]:
+        return _missing("Reward")
+    sparse = {}
+    for name, key in evaluation_keys(facts.rows).items():
+        label = f"{name.replace('_', '-')} {key.rpartition('/')[2]} (greedy)"
+        sparse[label] = facts.points(key)
+    svg = plots.trend_chart("Reward over steps", "reward of a step", points, sparse)
+    return Chart("Reward", "Mean over the episodes that each step trained on.", svg)
+
+
+def _reward_points(facts: Facts) -> Points:
+    """From the metrics, which outlive the episodes, unless other rewards are asked for."""
+    points = facts.points("reward/mean")
+    return points if facts.score is None and points[0] else facts.by_step("reward")
+
+
+def _parts(facts: Facts, tasks: Sequence[str]) -> Chart:
+    several = [None] if len(tasks) < 2 else [None, *tasks[:MAX_TASKS]]
+    names = ["reward", *facts.parts]
+    found = {
+        part_label(name) + (f" ({task})" if task else ""): facts.by_version(name, task)
+        for name in names
+        for task in several
+    }
+    found = {name: points for name, points in found.items() if points[0]}
+    if not found:
+        return _missing("Reward parts over time")
+    steps = sorted({step for x, _ in found.values() for step in x})
+    rows = {}
+    for name, (x, y) in found.items():
+        at = dict(zip(x, y, strict=True))
+        rows[name] = [at.get(step, np.nan) for step in steps]
+    svg = plots.heat_map("Reward parts over time", steps, rows)
+    caption = "Each row from its lowest (pale) to its highest mean; the range stands at its left."
+    return Chart("Reward parts over time", caption, svg)
+
+
+def _lines(
+    facts: Facts, title: str, caption: str, lines: dict[str, Points], *, log: bool = False
+) -> Chart:
+    found = {name: points for name, points in lines.items() if len(points[0])}
+    if not found:
+        return _missing(title)
+    log = log and all(min(points[1]) > 0 for points in found.values())
+    return Chart(title, caption, plots.line_chart(title, found, log=log))
+
+
+def _ratio(facts: Facts, above: str, below: str) -> Points:
+    found = [(r["step"], r[above] / r[below]) for r in facts.steps if r.get(below)]
+    return [x for x, _ in found], [y for _, y in found]
+
+
+def _missing(title: str) -> Chart:
+    return Chart(title, "Nothing to show yet: the run has no such values.", "")

@@ -1,0 +1,141 @@
+"""The report's episodes: which ones are worth reading, and how they are shown.
+
+The best and the worst of the latest policies, and one that could not be scored. Everything a model
+wrote is escaped; tokens are tinted by log-probability where the tokenizer is at hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from slurm_grpo.analysis.report_facts import Facts, part_label
+from slurm_grpo.analysis.token_text import load_tokenizer, token_texts
+
+N_SHOWN = 3
+MAX_TOKENS = 1500
+"""Longer completions are cut, and say so."""
+TINTS = ((0.5, ""), (0.1, "p1"), (0.01, "p2"), (0.0, "p3"))
+"""Class of a token by the probability from which it applies."""
+
+
+def choose(facts: Facts) -> dict[str, list[int]]:
+    """Episode ids by heading: of the latest policies, each prompt once."""
+    episodes = facts.episodes
+    latest = episodes[episodes["version"].isin(facts.windows[1])] if facts.windows[1] else episodes
+    scored = latest[latest["reward"].notna()]
+    newest_first = scored.sort_values(
+        ["reward", "version", "n_tokens"], ascending=[True, True, True]
+    )
+    worst = newest_first.drop_duplicates("group_id", keep="first").head(N_SHOWN)
+    best = newest_first.drop_duplicates("group_id", keep="last").tail(N_SHOWN)[::-1]
+    failed = episodes[episodes["is_error"]].tail(1)
+    chosen = {
+        "Worst answers of the latest policies": worst,
+        "Best answers of the latest policies": best,
+        "An answer that could not be scored": failed,
+    }
+    return {title: frame["episode_id"].tolist() for title, frame in chosen.items() if len(frame)}
+
+
+def has_token_texts(facts: Facts) -> bool:
+    """Whether tokens can be tinted."""
+    return _tokenizer(facts) is not None
+
+
+def episodes_html(facts: Facts) -> str:
+    """All chosen episodes, as articles under headings."""
+    html = []
+    for title, ids in choose(facts).items():
+        html.append(f"<h3>{escape(title)}</h3>")
+        rows = facts.run.episodes(_columns(facts), episode_ids=ids)
+        tokens = facts.run.tokens(ids)
+        for row in rows.to_dict("records"):
+            mine = tokens[tokens["episode_id"] == row["episode_id"]]
+            html.append(_article(facts, row, mine))
+    if not html:
+        return '<p class="missing">There are no episodes on disk.</p>'
+    return legend_html() + "\n".join(html) if has_token_texts(facts) else "\n".join(html)
+
+
+def legend_html() -> str:
+    """What the tints mean."""
+    bounds = [1.0, *(bound for bound, _ in TINTS)]
+    marks = [
+        f'<span class="{tint or "p0"}">{low:g} to {high:g}</span>'
+        for (low, tint), high in zip(TINTS, bounds, strict=False)
+    ]
+    return f'<p class="legend">Probability of a token when it was sampled: {" ".join(marks)}</p>'
+
+
+def _columns(facts: Facts) -> list[str]:
+    names = ["episode_id", "group_id", "task", "step", "policy_version_min", "error", "advantage"]
+    names += ["finish_reason", "n_tokens", "prompt_text", "target_json", "completion_text"]
+    return [*names, *dict.fromkeys(["reward", facts.reward]), *facts.parts]
+
+
+def _article(facts: Facts, row: dict[str, Any], tokens: pd.DataFrame) -> str:
+    values = {facts.reward: row[facts.reward], "advantage": row["advantage"]}
+    values |= {part_label(name): row[name] for name in facts.parts}
+    chips = [f"<b>{escape(k)}</b> {_number(v)}" for k, v in values.items() if v is not None]
+    step = "not trained on" if pd.isna(row["step"]) else f"trained on in step {row['step']}"
+    facts_line = (
+        f"{escape(str(row['task']))} · episode {row['episode_id']} · policy "
+        f"{row['policy_version_min']} · {step} · {row['n_tokens']} tokens, "
+        f"{'cut by the length limit' if row['finish_reason'] == 'length' else row['finish_reason']}"
+    )
+    error = f'<p class="bad">{escape(str(row["error"]))}</p>' if row["error"] else ""
+    return (
+        f'<article><p class="chips">{" ".join(f"<span>{c}</span>" for c in chips)}</p>{error}'
+        f'<p class="small">{facts_line}</p>'
+        f"<details><summary>Prompt, and the right answer <code>"
+        f"{escape(_short(row['target_json']))}</code></summary>"
+        f"<pre>{visible(row['prompt_text'])}</pre></details>"
+        f"<pre>{_completion(facts, row, tokens)}</pre></article>"
+    )
+
+
+def _completion(facts: Facts, row: dict[str, Any], tokens: pd.DataFrame) -> str:
+    tokenizer = _tokenizer(facts)
+    text = str(row["completion_text"])
+    if tokenizer is None:
+        more = " …" if len(text) > 4 * MAX_TOKENS else ""
+        return visible(text[: 4 * MAX_TOKENS]) + more
+    shown = tokens.head(MAX_TOKENS)
+    pieces = token_texts(tokenizer, shown["token_id"].tolist())
+    more = f" … and {len(tokens) - len(shown)} more tokens" if len(tokens) > len(shown) else ""
+    return "".join(map(_token, pieces, shown["logprob"].tolist())) + more
+
+
+def _token(piece: str, logprob: float) -> str:
+    probability = np.exp(logprob)
+    tint = next(tint for bound, tint in TINTS if probability >= bound)
+    if not tint:
+        return visible(piece)
+    return f'<span class="{tint}" title="p = {probability:.3g}">{visible(piece)}</span>'
+
+
+def visible(text: str) -> str:
+    """Escaped for a `<pre>`; what no page can show is spelled out."""
+    shown = "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
+    return escape(shown)
+
+
+def _tokenizer(facts: Facts) -> Any | None:
+    return load_tokenizer(facts.run.run, facts.run.config.get("model.path"))
+
+
+def _short(target_json: str) -> str:
+    text = str(json.loads(target_json))
+    return text if len(text) <= 80 else text[:79] + "…"
+
+
+def _number(value: float | Sequence[float]) -> str:
+    return "–" if pd.isna(value) else f"{value:.4g}"

@@ -1,0 +1,167 @@
+"""What the report says in numbers: one reading of a run, and the answers drawn from it.
+
+Between `frame.py` and the pages of `report.py`. Every number is computed here, from episodes that
+count and from the trainer's metrics; a number that cannot be known is NaN or left out, never 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pandas as pd
+
+from slurm_grpo.analysis.columns import PART
+from slurm_grpo.analysis.frame import RunData
+from slurm_grpo.analysis.plots import Points, series
+from slurm_grpo.metrics import Row, read_run_metrics
+from slurm_grpo.summary import PHASES, evaluations
+
+PHASE_NAMES = {
+    "wait": "waiting for episodes",
+    "read": "reading shards",
+    "forward_backward": "forward, backward",
+    "optimizer": "optimizer",
+    "sync": "sending weights",
+}
+"""Phases that add up to a step, with their names; what is left is `other`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A mean among the earliest and the latest policies, prompts weighing alike."""
+
+    early: float
+    late: float
+    error: float
+    """Standard error of the difference, from the spread between prompts."""
+
+    @property
+    def difference(self) -> float:
+        return self.late - self.early
+
+
+class Facts:
+    """One run, read once; with the rewards of `score`, if that names a rescoring."""
+
+    def __init__(self, run: RunData, score: str | None = None) -> None:
+        self.run = run
+        self.score = score
+        suffix = "" if score is None else f"@{score}"
+        self.reward = f"reward{suffix}"
+        self.parts = [
+            name
+            for name in run.episode_columns()
+            if name.startswith(PART) and (name.endswith(suffix) if suffix else "@" not in name)
+        ]
+        self.rows: list[Row] = read_run_metrics(run.run, "trainer")
+        self.steps = [row for row in self.rows if "trainer/step_s" in row]
+        self.evaluations = evaluations(self.rows)
+
+    @cached_property
+    def episodes(self) -> pd.DataFrame:
+        """Every episode that counts; rewards and parts are NaN where scoring failed. `is_cut`:
+        ended by the length limit. `version`: the oldest token's; -1 without tokens."""
+        names = ["episode_id", "group_id", "task", "step", "staleness", "n_tokens"]
+        names += ["finish_reason", "error", "policy_version_min", self.reward, *self.parts]
+        found = self.run.episodes(names).rename(
+            columns={"policy_version_min": "version", self.reward: "reward"}
+        )
+        found["is_error"] = found.pop("error").notna() | found["reward"].isna()
+        found["is_cut"] = found.pop("finish_reason") == "length"
+        found.loc[found["is_error"], ["reward", *self.parts]] = np.nan
+        return found
+
+    @cached_property
+    def trained(self) -> pd.DataFrame:
+        """The episodes that a committed step trained on."""
+        return self.episodes[self.episodes["step"].notna()]
+
+    @cached_property
+    def windows(self) -> tuple[list[int], list[int]]:
+        """The earliest and the latest fifth of the policy versions; both empty below two."""
+        versions = sorted(self.episodes["version"].unique().tolist())
+        size = max(1, len(versions) // 5)
+        return (versions[:size], versions[-size:]) if len(versions) > 1 else ([], [])
+
+    def change(self, column: str = "reward", task: str | None = None) -> Change | None:
+        """How a column's mean changed over the run; None where one end has nothing."""
+        chosen = self.episodes if task is None else self.episodes[self.episodes["task"] == task]
+        means = []
+        for window in self.windows:
+            of = chosen[chosen["version"].isin(window)]
+            means.append(of.groupby("group_id")[column].mean().dropna())
+        if not means or any(m.empty for m in means):
+            return None
+        early, late = means
+        error = math.sqrt(sum(m.var(ddof=1) / len(m) if len(m) > 1 else math.nan for m in means))
+        return Change(float(early.mean()), float(late.mean()), error)
+
+    def tasks(self) -> pd.DataFrame:
+        """One row per task: episodes, prompts, change of reward, and how answers ended."""
+        rows = []
+        groups = self.run.groups(["task", "zero_spread", "n_unique_answers", "n_episodes"])
+        for task, of in self.episodes.groupby("task", observed=True):
+            prompts = groups[groups["task"] == task]
+            rows.append(
+                {
+                    "task": str(task),
+                    "episodes": len(of),
+                    "prompts": len(prompts),
+                    "reward": of["reward"].mean(),
+                    "change": self.change(task=str(task)),
+                    "length": of["n_tokens"].mean(),
+                    "cut": of["is_cut"].mean(),
+                    "errors": int(of["is_error"].sum()),
+                    "equal": prompts["zero_spread"].mean(),
+                    "unique": prompts["n_unique_answers"].sum() / prompts["n_episodes"].sum(),
+                }
+            )
+        return pd.DataFrame(rows)
+
+    def points(self, key: str) -> Points:
+        """A trainer metric over steps."""
+        return series(self.rows, key)
+
+    def by_step(self, column: str, statistic: str = "mean", q: float | None = None) -> Points:
+        """A statistic of the trained episodes of each step."""
+        of = self.trained.groupby("step")[column]
+        values = (of.quantile(q) if q is not None else of.agg(statistic)).dropna()
+        return values.index.astype("f8").tolist(), values.astype("f8").tolist()
+
+    def by_version(self, column: str, task: str | None = None) -> Points:
+        """A column's mean over all episodes of each policy version, trained on or not, at the step
+        that follows the version."""
+        chosen = self.episodes if task is None else self.episodes[self.episodes["task"] == task]
+        values = chosen[chosen["version"] >= 0].groupby("version")[column].mean().dropna()
+        return (values.index + 1).tolist(), values.astype("f8").tolist()
+
+    def phases(self) -> pd.DataFrame:
+        """Seconds of each phase in each step, by step; `other` is what the phases leave."""
+        table = pd.DataFrame(
+            {
+                name: [row.get(PHASES[p], 0.0) for row in self.steps]
+                for p, name in PHASE_NAMES.items()
+            },
+            index=[row["step"] for row in self.steps],
+        ).astype("f8")
+        total = np.array([row["trainer/step_s"] for row in self.steps], "f8")
+        table["other"] = np.maximum(0.0, total - table.sum(axis=1))
+        return table
+
+    def median(self, key: str) -> float:
+        """Of a trainer metric over the steps; NaN without any."""
+        values = self.points(key)[1]
+        return float(np.median(values)) if values else math.nan
+
+    def largest(self, key: str) -> float:
+        """Of a trainer metric over the steps; NaN without any."""
+        values = self.points(key)[1]
+        return float(np.max(values)) if values else math.nan
+
+
+def part_label(column: str) -> str:
+    """A reward part's name without what makes it a column's."""
+    return column.removeprefix(PART).partition("@")[0]
