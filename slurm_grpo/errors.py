@@ -73,6 +73,13 @@ class SchemaVersionError(StorageError):
     exit_code = ExitCode.CONFIG
 
 
+class AnalysisError(SlurmGrpoError):
+    """A question about a run that cannot be answered as it was asked: no such run, column or
+    episode."""
+
+    exit_code = ExitCode.CONFIG
+
+
 class SyncError(SlurmGrpoError):
     """A weight transfer failed or its two sides disagree about the bytes."""
 

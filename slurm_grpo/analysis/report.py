@@ -166,7 +166,7 @@ def _is_learning(facts: Facts) -> Card:
 def _on_which_tasks(facts: Facts) -> Card:
     table = facts.tasks()
     if table.empty:
-        return "On which tasks?", "–", [_paragraph("no episodes on disk")]
+        return "On which tasks?", "-", [_paragraph("no episodes on disk")]
     changes = {row["task"]: row["change"] for row in table.to_dict("records") if row["change"]}
     if len(table) == 1:
         row = table.iloc[0]
@@ -183,7 +183,7 @@ def _on_which_tasks(facts: Facts) -> Card:
 def _worst(facts: Facts) -> Card:
     question, episodes = "What do its worst answers look like?", facts.episodes
     if episodes.empty:
-        return question, "–", [_paragraph("no episodes on disk")]
+        return question, "-", [_paragraph("no episodes on disk")]
     late = facts.windows[1]
     latest = episodes[episodes["version"].isin(late)] if late else episodes
     scored = latest["reward"].dropna()
@@ -206,14 +206,14 @@ def _was_on_policy(facts: Facts) -> Card:
     k3, worst = facts.median("trainer/mismatch_k3_nats"), facts.largest("trainer/mismatch_max_nats")
     lines.append(_paragraph(f"mismatch {k3:.2g} nats (median k3), largest {worst:.2g} of a token"))
     lines.append(_paragraph(f"{_percent(facts.median('trainer/clip_fraction'))} of tokens clipped"))
-    big = f"{_percent((ages == 0).mean())} on-policy" if len(ages) else "–"
+    big = f"{_percent((ages == 0).mean())} on-policy" if len(ages) else "-"
     return "Was it on-policy?", big, lines if facts.steps else [_paragraph("no step yet")]
 
 
 def _where_time_went(facts: Facts) -> Card:
     question = "Where did the time go?"
     if not facts.steps:
-        return question, "–", [_paragraph("no step yet")]
+        return question, "-", [_paragraph("no step yet")]
     seconds = facts.phases().sum().sort_values(ascending=False)
     share = seconds / seconds.sum()
     lines = [_paragraph(f"{_percent(v)} {n}") for n, v in share.items() if v >= 0.05]
@@ -278,8 +278,8 @@ def _tasks(facts: Facts) -> str:
             [
                 *(row["task"], f"{row['prompts']:,}", f"{row['episodes']:,}"),
                 _number(row["reward"]),
-                _arrow(change.early, change.late) if change else "–",
-                _difference(change) if change else "–",
+                _arrow(change.early, change.late) if change else "-",
+                _difference(change) if change else "-",
                 f"{row['length']:.1f}",
                 *(_percent(row[name]) for name in ("cut", "equal", "unique")),
                 row["errors"],
@@ -310,12 +310,12 @@ def _attempts(facts: Facts) -> str:
         versions = read_json(run.attempt(n).versions)
         rows.append(
             [
-                *(n, record.get("status", "–")),
+                *(n, record.get("status", "-")),
                 _when(record.get("started_unix")),
-                _clock(record["wall_s"]) if "wall_s" in record else "–",
-                f"step {starts[n]}" if n in starts else "–",
+                _clock(record["wall_s"]) if "wall_s" in record else "-",
+                f"step {starts[n]}" if n in starts else "-",
                 f"{record.get('peak_pss_bytes', 0) / 2**30:.2f} GiB",
-                record.get("host", "–"),
+                record.get("host", "-"),
                 "; ".join(odd[:4]),
                 ", ".join(f"{k} {v}" for k, v in list(versions.items())[:4]),
             ]
@@ -331,7 +331,8 @@ def _configuration(facts: Facts) -> str:
     if not config:
         return '<p class="missing">The run has no config.yaml.</p>'
     known = option_types(Config)
-    changed, others = [], []
+    changed: list[list[str]] = []
+    others: list[list[str]] = []
     for key, value in config.items():
         usual = get(defaults, key) if key in known else None
         usual = list(usual) if isinstance(usual, tuple) else usual
@@ -376,12 +377,12 @@ def _paragraph(text: str, kind: str = "") -> str:
 
 
 def _plain(value: Any) -> str:
-    return "–" if value is None else str(value)
+    return "-" if value is None else str(value)
 
 
 def _number(value: float | None, digits: int = 3) -> str:
     if value is None or not math.isfinite(value):
-        return "–"
+        return "-"
     return (
         f"{value:.{digits}g}" if abs(value) < 1e-3 or abs(value) >= 1e4 else f"{value:.{digits}f}"
     )
@@ -398,7 +399,7 @@ def _difference(change: Change) -> str:
 
 def _percent(share: float) -> str:
     if not math.isfinite(share):
-        return "–"
+        return "-"
     return f"{100 * share:.0f} %" if share == 0 or share >= 0.1 else f"{100 * share:.2g} %"
 
 
@@ -413,4 +414,4 @@ def _duration(seconds: float) -> str:
 
 
 def _when(unix: float | None) -> str:
-    return "–" if unix is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))
+    return "-" if unix is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))

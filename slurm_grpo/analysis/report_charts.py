@@ -5,7 +5,7 @@ A chart whose data the run does not have says so in its place. How a chart looks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,18 +144,14 @@ def time_charts(facts: Facts) -> list[Chart]:
         "generated": facts.points("generator/tokens_per_s"),
         "trained": facts.points("trainer/tokens_per_s"),
     }
-    memory = [(x, y / 2**30) for x, y in zip(*facts.points("trainer/memory_bytes"), strict=True)]
+    steps, memory = facts.points("trainer/memory_bytes")
+    gib = {"peak": (steps, [value / 2**30 for value in memory])}
     pause = {"engines paused": facts.points("generator/pause_s")}
     return [
         Chart("Seconds per step", "Each phase of the trainer's step.", svg),
         _lines(facts, "Tokens per second", "While the side in question was at work.", speed),
         _lines(facts, "Engine pauses", "Seconds without decoding at each new version.", pause),
-        _lines(
-            facts,
-            "Trainer memory",
-            "Most that rank 0 has held so far, GiB.",
-            {"peak": tuple(zip(*memory, strict=True)) if memory else ((), ())},
-        ),
+        _lines(facts, "Trainer memory", "Most that rank 0 has held so far, GiB.", gib),
     ]
 
 
@@ -199,7 +195,7 @@ def _parts(facts: Facts, tasks: Sequence[str]) -> Chart:
 
 
 def _lines(
-    facts: Facts, title: str, caption: str, lines: dict[str, Points], *, log: bool = False
+    facts: Facts, title: str, caption: str, lines: Mapping[str, Points], *, log: bool = False
 ) -> Chart:
     found = {name: points for name, points in lines.items() if len(points[0])}
     if not found:

@@ -138,4 +138,4 @@ def _short(target_json: str) -> str:
 
 
 def _number(value: float | Sequence[float]) -> str:
-    return "–" if pd.isna(value) else f"{value:.4g}"
+    return "-" if pd.isna(value) else f"{value:.4g}"

@@ -188,8 +188,7 @@ def read_groups(
         size_bytes = path.stat().st_size
         if size_bytes < ref.size_bytes:
             raise ShortRead(f"has {size_bytes} of {ref.size_bytes} bytes")
-        with shard_errors(path), h5py.File(path, "r", locking=False) as file:
-            layout.check_header(file)
+        with open_shard(path) as file:
             index = {int(g): i for i, g in enumerate(file["groups/group_id"][()])}
             missing = [g for g in group_ids if g not in index]
             if missing:
@@ -202,6 +201,18 @@ def read_groups(
             return [slab[i - first] for i in wanted]
 
     return retry_transient(read, path, deadline_s)
+
+
+@contextmanager
+def open_shard(path: Path) -> Iterator[h5py.File]:
+    """The published shard at `path`, open for reading, its header checked and nothing else.
+
+    Raises ShardError naming the file for what HDF5, the layout or the block finds wrong with it,
+    and passes the file system's own OSErrors on.
+    """
+    with shard_errors(path), h5py.File(path, "r", locking=False) as file:
+        layout.check_header(file)
+        yield file
 
 
 def quarantine_shard(run: RunDir, path: str, reason: str) -> Path:

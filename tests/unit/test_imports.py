@@ -34,8 +34,9 @@ def test_root_slurm_tasks_and_launch_import_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_package_init_files_are_empty() -> None:
-    assert [p for p in (ROOT / "slurm_grpo").rglob("__init__.py") if p.read_text()] == []
+def test_package_init_files_are_empty_but_for_the_analysis_library() -> None:
+    filled = [p for p in (ROOT / "slurm_grpo").rglob("__init__.py") if p.read_text()]
+    assert filled == [ROOT / "slurm_grpo/analysis/__init__.py"]
 
 
 def test_vllm_and_torchtitan_are_imported_where_they_belong() -> None:
@@ -46,3 +47,8 @@ def test_vllm_and_torchtitan_are_imported_where_they_belong() -> None:
             assert place in ("generator/engine.py", "generator/weight_receiver.py")
         if any(line.startswith(("import torchtitan", "from torchtitan")) for line in lines):
             assert place.startswith("trainer/")
+
+
+def test_naming_the_analysis_library_imports_no_pandas() -> None:
+    code = "import sys, slurm_grpo.analysis; assert 'pandas' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,394 @@
+"""A run directory as tables: episodes, groups, tokens, steps, metrics.
+
+    run = open_run("runs/quickstart")
+    run.episodes(columns=["reward", "n_tokens"], where="task == 'addition' and step >= 3")
+
+For notebooks, the `episodes` commands and the report; needs h5py and pandas, not torch. A table is
+read when it is asked for, shard by shard, and only the columns that are asked for. The run may
+still be going on: it is seen as it was when it was opened.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pandas as pd
+import yaml
+
+from slurm_grpo.analysis.columns import (
+    EPISODE_COLUMNS,
+    GROUP_COLUMNS,
+    PART,
+    OpenShard,
+    TableColumn,
+    part_column,
+)
+from slurm_grpo.analysis.index import RunIndex, ShardEntry, read_index
+from slurm_grpo.checkpoint_dirs import read_resumed_from
+from slurm_grpo.config_values import nearest
+from slurm_grpo.errors import AnalysisError
+from slurm_grpo.metrics import Row, read_metrics, valid_rows
+from slurm_grpo.rundir import RunDir
+from slurm_grpo.staging.layout import MAX_SAMPLES, Array
+
+logger = logging.getLogger(__name__)
+
+TOKEN_COLUMNS = ("token_id", "logprob", "policy_version", "loss_mask")
+
+
+def open_run(path: str | Path) -> RunData:
+    """The run in the directory `path`. Raises AnalysisError when it is no run directory."""
+    return RunData(read_index(Path(path)))
+
+
+def open_runs(paths: str | Path | Iterable[str | Path]) -> RunSet:
+    """Several runs: their directories, or the directory of a sweep. Those of a sweep that have not
+    begun are left out. Raises AnalysisError when a path is neither, or no run is left."""
+    if isinstance(paths, str | Path):
+        manifest = Path(paths) / "manifest.json"
+        if not manifest.is_file():
+            return RunSet([open_run(paths)])
+        elements = json.loads(manifest.read_text())["elements"]
+        # A sweep that was moved holds its runs where it is now.
+        found = [Path(e["run_dir"]) for e in elements]
+        found = [p if p.is_dir() else Path(paths) / p.name for p in found]
+        paths = [p for p in found if RunDir(p).episodes.is_dir()]
+        if len(paths) < len(found):
+            logger.warning("%d of %d runs have not begun", len(found) - len(paths), len(found))
+    runs = [open_run(path) for path in paths]
+    if not runs:
+        raise AnalysisError("no run to open: none was named, or none of the sweep has begun.")
+    return RunSet(runs)
+
+
+class RunData:
+    """One run. Tables leave out what a later attempt went back over, unless asked not to."""
+
+    def __init__(self, index: RunIndex) -> None:
+        self.index = index
+        self.run = index.run
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.run.root.resolve().name
+
+    @property
+    def damaged(self) -> Mapping[str, str]:
+        """What is wrong, by path of each shard or manifest found unreadable so far."""
+        return self.index.damaged
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The frozen configuration by dotted key; empty when the run has none."""
+        if not self.run.config.is_file():
+            return {}
+        return dict(_flat(yaml.safe_load(self.run.config.read_text()) or {}))
+
+    @property
+    def part_names(self) -> list[str]:
+        """Names of all reward parts."""
+        return sorted({name for shard in self.index.shards for name in shard.part_names})
+
+    def episode_columns(self) -> dict[str, TableColumn]:
+        """Every column that `episodes` can give, by name."""
+        return EPISODE_COLUMNS | {PART + name: part_column(name) for name in self.part_names}
+
+    def episodes(
+        self,
+        columns: Sequence[str] | None = None,
+        where: str | None = None,
+        *,
+        episode_ids: Sequence[int] | None = None,
+        include_superseded: bool = False,
+    ) -> pd.DataFrame:
+        """One row per episode, by attempt, then as published.
+
+        `columns`: those to read, by default all, texts too. `where`: a condition on any columns in
+        the language of `DataFrame.query`, such as "reward < 0 and finish_reason == 'length'".
+        `episode_ids`: these episodes, in this order, and no other file is opened. Raises
+        AnalysisError for a name that is no column and for an id that is no episode's.
+        """
+        if episode_ids is not None:
+            return self._pick(np.atleast_1d(episode_ids).tolist(), columns, where)
+        batches = self.episode_batches(columns, where, include_superseded=include_superseded)
+        names = list(columns) if columns is not None else list(self.episode_columns())
+        return _joined(list(batches), names)
+
+    def episode_batches(
+        self,
+        columns: Sequence[str] | None = None,
+        where: str | None = None,
+        *,
+        include_superseded: bool = False,
+    ) -> Iterator[pd.DataFrame]:
+        """`episodes` as one frame per shard, to go through a run that does not fit into memory."""
+        known = self.episode_columns()
+        wanted, named = _chosen(known, columns), _named_in(where, known)
+
+        def rows_of(shard: ShardEntry) -> Array:
+            if include_superseded:
+                return np.arange(shard.episode_offsets[-1])
+            return np.flatnonzero(~np.repeat(shard.superseded, np.diff(shard.episode_offsets)))
+
+        for shard in self.index.shards:
+            frame = self._read(shard, rows_of(shard), wanted, named, where)
+            if frame is not None:
+                yield frame
+
+    def groups(
+        self,
+        columns: Sequence[str] | None = None,
+        where: str | None = None,
+        *,
+        include_superseded: bool = False,
+    ) -> pd.DataFrame:
+        """One row per group (prompt); arguments as for `episodes`."""
+        wanted, named = _chosen(GROUP_COLUMNS, columns), _named_in(where, GROUP_COLUMNS)
+        batches = []
+        for shard in self.index.shards:
+            rows = np.arange(len(shard.group_ids))
+            rows = rows if include_superseded else rows[~shard.superseded]
+            frame = self._read(shard, rows, wanted, named, where)
+            if frame is not None:
+                batches.append(frame)
+        return _joined(batches, list(wanted))
+
+    def tokens(self, episode_id: int | Sequence[int]) -> pd.DataFrame:
+        """One row per completion token of an episode, or of several, in the order asked for.
+
+        Columns episode_id, position, token_id, logprob (nats), policy_version, loss_mask. Raises
+        AnalysisError for an id that is no episode's.
+        """
+        ids = np.atleast_1d(episode_id).tolist()
+        found: dict[int, pd.DataFrame] = {}
+        for shard, wanted in self._locate(ids):
+
+            def read(file: h5py.File, shard: ShardEntry = shard, wanted: Any = wanted) -> Any:
+                opened = OpenShard(file, shard)
+                return {i: _tokens_of(opened, i, row) for i, row in _rows_of(opened, wanted)}
+
+            found.update(self.index.read(shard.path, read) or {})
+        self._refuse_unknown(ids, found)
+        names = ["episode_id", "position", *TOKEN_COLUMNS]
+        return _joined([found[i] for i in ids if i in found], names)
+
+    def steps(self) -> pd.DataFrame:
+        """One row per committed step: step, attempt, n_groups, n_dropped, and the trainer's metrics
+        of that step, its evaluation's too."""
+        facts = [
+            {"step": step, "attempt": m.attempt, "n_groups": len(m.groups)}
+            | {"n_dropped": len(m.dropped)}
+            for step, m in self.index.manifests.items()
+        ]
+        table = pd.DataFrame(facts, columns=["step", "attempt", "n_groups", "n_dropped"])
+        metrics = self.metrics("trainer").drop(columns=["process", "attempt"])
+        return table.merge(metrics.groupby("step").last().reset_index(), on="step", how="left")
+
+    def metrics(self, process: str | None = None) -> pd.DataFrame:
+        """Every row that a process (by default each) logged, as it logged it: process, step,
+        attempt, time_unix, and one column per metric. Steps taken again are there once."""
+        names = [process] if process else sorted(p.stem for p in self.run.metrics.glob("*.jsonl"))
+        starts = read_resumed_from(self.run)
+        rows: list[Row] = []
+        for name in names:
+            logged = valid_rows(read_metrics(self.run.metrics_file(name)), starts)
+            rows += [{"process": name} | row for row in logged]
+        columns = dict.fromkeys(["process", "step", "attempt", "time_unix"])
+        columns |= dict.fromkeys(key for row in rows for key in row)
+        return pd.DataFrame(rows, columns=list(columns))
+
+    def _read(
+        self,
+        shard: ShardEntry,
+        rows: Array,
+        wanted: Mapping[str, TableColumn],
+        named: Mapping[str, TableColumn],
+        where: str | None,
+    ) -> pd.DataFrame | None:
+        """Columns `wanted` of those `rows` of a shard that `where` lets through; None if none."""
+
+        def read(file: h5py.File) -> pd.DataFrame | None:
+            opened, chosen = OpenShard(file, shard), rows
+            if where is not None:
+                asked = pd.DataFrame({n: c.read(opened, chosen) for n, c in named.items()})
+                chosen = chosen[_query(asked, where)]
+            if not len(chosen):
+                return None
+            return pd.DataFrame({n: c.read(opened, chosen) for n, c in wanted.items()})
+
+        return self.index.read(shard.path, read) if len(rows) else None
+
+    def _pick(
+        self, ids: list[int], columns: Sequence[str] | None, where: str | None
+    ) -> pd.DataFrame:
+        """The episodes of `ids`, in that order."""
+        known = self.episode_columns()
+        wanted, named = _chosen(known, columns), _named_in(where, known)
+        names, wanted = list(wanted), {"episode_id": known["episode_id"], **wanted}
+        batches = []
+        for shard, group_rows in self._locate(ids):
+            spans = [np.arange(*shard.episode_offsets[[p, p + 1]]) for p in group_rows]
+            frame = self._read(shard, np.concatenate(spans), wanted, named, where)
+            if frame is not None:
+                batches.append(frame[frame["episode_id"].isin(ids)])
+        found = _joined(batches, list(wanted)).set_index("episode_id", drop=False)
+        if where is None:
+            self._refuse_unknown(ids, found.index)
+        return found.loc[[i for i in ids if i in found.index], names].reset_index(drop=True)
+
+    def _locate(self, ids: list[int]) -> list[tuple[ShardEntry, dict[int, list[int]]]]:
+        """By shard, of each group in it (index in the file) the ids that are asked for."""
+        found: dict[int, dict[int, list[int]]] = {}
+        for episode_id in ids:
+            place = self._places.get(int(episode_id) // MAX_SAMPLES)
+            if place is None:
+                raise self._no_episode(episode_id)
+            found.setdefault(place[0], {}).setdefault(place[1], []).append(int(episode_id))
+        return [(self.index.shards[number], groups) for number, groups in found.items()]
+
+    def _refuse_unknown(self, ids: list[int], found: Container[int]) -> None:
+        """Raise for an id that is in none of its group's places, unless that shard is damaged."""
+        for i in ids:
+            shard = self.index.shards[self._places[i // MAX_SAMPLES][0]]
+            if i not in found and shard.path not in self.damaged:
+                raise self._no_episode(i)
+
+    def _no_episode(self, episode_id: int) -> AnalysisError:
+        return AnalysisError(
+            f"{self.run.root}: no episode {episode_id}. An id is group_id * {MAX_SAMPLES} + the "
+            "index in the group; episodes(['episode_id']) lists those there are."
+        )
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """Number of the shard and index in it of every group that counts, by group id."""
+        return {
+            group_id: (number, p)
+            for number, shard in enumerate(self.index.shards)
+            for p, (group_id, superseded) in enumerate(
+                zip(shard.group_ids.tolist(), shard.superseded.tolist(), strict=True)
+            )
+            if not superseded
+        }
+
+
+class RunSet:
+    """Several runs as one: the tables of `RunData`, with the column `run` and one column for each
+    dotted key in which their configurations differ."""
+
+    def __init__(self, runs: Sequence[RunData]) -> None:
+        self.runs = list(runs)
+
+    @cached_property
+    def varied(self) -> list[str]:
+        """Dotted keys whose values differ between the runs, names and places apart."""
+        keys = dict.fromkeys(key for run in self.runs for key in run.config)
+        ignored = ("run.name", "run.runs_dir")
+        values = {key: {repr(run.config.get(key)) for run in self.runs} for key in keys}
+        return [key for key in keys if len(values[key]) > 1 and key not in ignored]
+
+    def episodes(
+        self, columns: Sequence[str] | None = None, where: str | None = None
+    ) -> pd.DataFrame:
+        """As `RunData.episodes`."""
+        return self._joined([run.episodes(columns, where) for run in self.runs])
+
+    def groups(
+        self, columns: Sequence[str] | None = None, where: str | None = None
+    ) -> pd.DataFrame:
+        """As `RunData.groups`."""
+        return self._joined([run.groups(columns, where) for run in self.runs])
+
+    def steps(self) -> pd.DataFrame:
+        """As `RunData.steps`."""
+        return self._joined([run.steps() for run in self.runs])
+
+    def metrics(self, process: str | None = None) -> pd.DataFrame:
+        """As `RunData.metrics`."""
+        return self._joined([run.metrics(process) for run in self.runs])
+
+    def _joined(self, frames: list[pd.DataFrame]) -> pd.DataFrame:
+        for run, frame in zip(self.runs, frames, strict=True):
+            for at, key in enumerate(self.varied):
+                frame.insert(at, key, run.config.get(key))
+            frame.insert(0, "run", run.name)
+        filled = [frame for frame in frames if len(frame)]
+        return pd.concat(filled or frames[:1], ignore_index=True)
+
+
+def _chosen(
+    known: Mapping[str, TableColumn], names: Sequence[str] | None
+) -> dict[str, TableColumn]:
+    if names is None:
+        return dict(known)
+    for name in names:
+        if name not in known:
+            raise AnalysisError(f"no column {name!r}. {nearest(name, known)}")
+    return {name: known[name] for name in names}
+
+
+def _named_in(where: str | None, known: Mapping[str, TableColumn]) -> dict[str, TableColumn]:
+    """The columns that a condition names. Raises AnalysisError when it is none."""
+    if where is None:
+        return {}
+    try:
+        tree = ast.parse(where, mode="eval")
+    except SyntaxError as error:
+        raise AnalysisError(
+            f'where {where!r}: {error.msg}. Expected a condition such as "reward > 0.5 and '
+            "task == 'addition'\"."
+        ) from error
+    return _chosen(known, sorted({n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}))
+
+
+def _query(frame: pd.DataFrame, where: str) -> Array:
+    """Positions of the rows for which `where` holds."""
+    try:
+        rows: Array = frame.query(where, engine="python").index.to_numpy()
+    except (ValueError, TypeError, AttributeError, KeyError, NotImplementedError) as error:
+        raise AnalysisError(f"where {where!r}: {error}.") from error
+    return rows
+
+
+def _joined(batches: list[pd.DataFrame], names: list[str]) -> pd.DataFrame:
+    """One frame of frames with the same columns; empty, with the columns, of none."""
+    if not batches:
+        return pd.DataFrame(columns=names)
+    for name in batches[0].columns:
+        if isinstance(batches[0][name].dtype, pd.CategoricalDtype):
+            union = pd.api.types.union_categoricals([b[name] for b in batches]).categories
+            for batch in batches:
+                batch[name] = batch[name].cat.set_categories(union)
+    return pd.concat(batches, ignore_index=True)
+
+
+def _rows_of(shard: OpenShard, wanted: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int]]:
+    """Each episode id that is there, ids given by group, with its row in the file."""
+    for p, ids in wanted.items():
+        first, stop = shard.entry.episode_offsets[[p, p + 1]].tolist()
+        there = shard.span("episodes/episode_id", first, stop).tolist()
+        yield from ((i, first + there.index(i)) for i in ids if i in there)
+
+
+def _tokens_of(shard: OpenShard, episode_id: int, row: int) -> pd.DataFrame:
+    first, stop = shard.span("episodes/token_offsets", row, row + 2).tolist()
+    columns: dict[str, Any] = {"episode_id": episode_id, "position": np.arange(stop - first)}
+    columns |= {name: shard.span(f"tokens/{name}", first, stop) for name in TOKEN_COLUMNS}
+    return pd.DataFrame(columns)
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
