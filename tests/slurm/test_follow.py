@@ -1,0 +1,127 @@
+"""Asking a real Slurm about jobs, and the commands that follow and end a run on it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runs import wait_until
+from slurm_cluster import Cluster, running_cluster, why_not
+
+from slurm_grpo.cli import main
+from slurm_grpo.config import ClusterConfig, Config
+from slurm_grpo.config_io import freeze_config
+from slurm_grpo.errors import ExitCode
+from slurm_grpo.run_state import stand
+from slurm_grpo.rundir import RunDir
+from slurm_grpo.slurm.queue import cancel_jobs, job_states, jobs_of_script
+
+pytestmark = pytest.mark.slurm
+
+SLEEP = "#!/bin/bash\n#SBATCH --output=/dev/null\nsleep 100\n"
+HET = (
+    "#!/bin/bash\n#SBATCH -p gen --output=/dev/null {first}\n#SBATCH hetjob\n#SBATCH -p train\n"
+    "sleep 100\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def slurm_conf(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process asks the test's cluster, whatever the user's own settings of squeue are."""
+    monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
+    monkeypatch.setenv("SQUEUE_FORMAT", "%j")
+    monkeypatch.setenv("SLURM_CLUSTERS", "elsewhere")
+    yield
+    cluster.cancel_all()
+
+
+def submit(cluster: Cluster, script: Path, text: str, *flags: str) -> str:
+    script.write_text(text)
+    return cluster.run("sbatch", "--parsable", *flags, script).strip()
+
+
+def states(job_id: str) -> list[tuple[int, int | None, str]]:
+    return [(s.component, s.task, s.state) for s in job_states([job_id])[job_id]]
+
+
+def test_components_of_a_heterogeneous_job_are_told_apart(cluster: Cluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path / "het.sh", HET.format(first=""))
+    cluster.wait_state(job, "RUNNING")
+    first, second = job_states([job])[job]
+    assert (first.component, first.state, first.nodes[:3]) == (0, "RUNNING", "gen")
+    assert (second.component, second.state, second.nodes[:5]) == (1, "RUNNING", "train")
+    assert second.own_id == str(int(job) + 1)
+    assert job_states([second.own_id])[second.own_id] == [second]
+    cancel_jobs([job])
+    cluster.wait_state(job, "CANCELLED")
+    assert states(job) == [(0, None, "CANCELLED"), (1, None, "CANCELLED")]
+
+
+def test_elements_of_an_array_are_told_apart_while_they_wait(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    script = tmp_path / "array.sh"
+    array = submit(cluster, script, SLEEP, "--array=0-4,7%2")
+    wait_until(lambda: [s for _, _, s in states(array)].count("RUNNING") == 2, 20, "two to run")
+    assert [task for _, task, _ in states(array)] == [0, 1, 2, 3, 4, 7]
+    assert states(f"{array}_3") == [(0, 3, "PENDING")]
+    running = job_states([f"{array}_1"])[f"{array}_1"][0]
+    assert job_states([running.own_id])[running.own_id] == [running]
+    assert sorted(s.task or 0 for s in jobs_of_script(script)) == [0, 1, 2, 3, 4, 7]
+    assert jobs_of_script(tmp_path / "other.sh") == []
+    cancel_jobs([f"{array}_3", f"{array}_1"])
+    # An element that had not begun is forgotten at once.
+    ended = [(0, 1, "CANCELLED")], [(0, 3, "UNKNOWN")]
+    wait_until(lambda: (states(f"{array}_1"), states(f"{array}_3")) == ended, 20, f"{ended}")
+    assert states(f"{array}_0") == [(0, 0, "RUNNING")]
+
+
+def test_what_slurm_never_heard_of_is_unknown_and_cancels_without_complaint(
+    cluster: Cluster,
+) -> None:
+    assert states("999999") == [(0, None, "UNKNOWN")]
+    assert states("999999_4") == [(0, 4, "UNKNOWN")]
+    cancel_jobs(["999999"])
+
+
+def test_accounting_remembers_what_squeue_has_forgotten(
+    slurm_works: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := why_not(accounting=True):
+        pytest.skip(f"NOT RUN: {reason}")
+    monkeypatch.delenv("SLURM_CLUSTERS")  # or the cluster's own commands would look elsewhere
+    with running_cluster(accounting=True) as cluster:
+        monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
+        conf = cluster.directory / "slurm.conf"
+        conf.write_text(conf.read_text().replace("MinJobAge=300", "MinJobAge=2"))
+        cluster.run("scontrol", "reconfigure")
+        text = HET.format(first="").replace("sleep 100", "exit 3")
+        het = submit(cluster, tmp_path / "het.sh", text)
+        array = submit(cluster, tmp_path / "a.sh", SLEEP.replace("100", "0"), "--array=1,2")
+        wait_until(lambda: not cluster.squeue(), 60, "squeue to forget both")
+        assert states(het) == [(0, None, "FAILED"), (1, None, "FAILED")]
+        assert states(array) == [(0, 1, "COMPLETED"), (0, 2, "COMPLETED")]
+        assert states(f"{array}_2") == [(0, 2, "COMPLETED")]
+
+
+def test_a_queued_run_is_seen_and_cancelled(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path / "r")
+    (run.root / "jobs/0").mkdir(parents=True)
+    freeze_config(Config(cluster=ClusterConfig(kind="slurm")), run.config)
+    job = submit(cluster, run.root / "jobs/0/batch.sh", HET.format(first="--begin=now+1hour"))
+    (run.root / "jobs/0/job_id").write_text(f"{job}\n")
+    wait_until(lambda: stand(run).detail == "BeginTime", 20, "the reason")
+    assert stand(run).word == "queued"
+    assert main(["status", str(run.root)]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert text.startswith("r: queued")
+    assert re.search(r"generators +PENDING \(BeginTime\) expected 20\d\d-", text)
+    assert main(["cancel", str(run.root)]) == ExitCode.OK
+    assert capsys.readouterr().out == f"{run.root}: cancelled.\n"
+    assert stand(run).word == "cancelled"
+    assert main(["cancel", str(run.root)]) == ExitCode.OK
+    assert "nothing to cancel" in capsys.readouterr().out
