@@ -14,7 +14,7 @@ from slurm_grpo.fsio import write_durably
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging.layout import ShardHeader
 from slurm_grpo.staging.manifest import Manifest, publish_manifest
-from slurm_grpo.staging.shards import publish_groups
+from slurm_grpo.staging.shards import ShardRef, publish_groups
 from slurm_grpo.types import Completion, Episode, Group, Prompt
 
 
@@ -115,6 +115,11 @@ def commit_step(
     chosen = tuple((group_id, path) for group_id in ids)
     attempt = max(run.attempt_numbers())
     publish_manifest(run, Manifest(step=step, attempt=attempt, groups=chosen, dropped=dropped))
+
+
+def train_step(run: RunDir, step: int, ref: ShardRef) -> None:
+    """The newest attempt's manifest of `step`: it trains on all groups of the shard."""
+    commit_step(run, step, ref.path, *(group.group_id for group in ref.groups))
 
 
 def take_step(run: RunDir, step: int, *ids: int) -> str:

@@ -97,10 +97,14 @@ class TableColumn:
 
 
 def decode(raw: bytes) -> Any:
-    """The value of a JSON text; plain strings, nearly all there are, without the parser."""
+    """The value of a JSON text; plain strings, nearly all there are, without the parser. A lone
+    surrogate, which no UTF-8 column can hold, becomes a replacement character."""
     if raw[:1] == b'"' and b"\\" not in raw:
         return raw[1:-1].decode()
-    return json.loads(raw)
+    value = json.loads(raw)
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return value
 
 
 def _stored(path: str) -> TableColumn:
@@ -274,6 +278,9 @@ EPISODE_COLUMNS: dict[str, TableColumn] = {
     "reward": _stored("episodes/reward"),
     "advantage": _stored("episodes/advantage"),
     "finish_reason": TableColumn(_finish_reason, "Why the completion ended"),
+    "is_error": TableColumn(
+        lambda shard, rows: shard.is_error[rows], "Scoring failed: reward 0, never trained on"
+    ),
     "error": TableColumn(_error, "Why scoring failed; missing: it did not"),
     "policy_version_min": _stored("episodes/policy_version_min"),
     "policy_version_max": _stored("episodes/policy_version_max"),

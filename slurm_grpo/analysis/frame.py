@@ -13,10 +13,10 @@ from __future__ import annotations
 import ast
 import json
 import logging
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import h5py
 import numpy as np
@@ -37,9 +37,10 @@ from slurm_grpo.config_values import nearest
 from slurm_grpo.errors import AnalysisError
 from slurm_grpo.metrics import Row, read_metrics, valid_rows
 from slurm_grpo.rundir import RunDir
-from slurm_grpo.staging.layout import MAX_SAMPLES, Array
+from slurm_grpo.staging.layout import BY_PATH, MAX_SAMPLES, Array
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 TOKEN_COLUMNS = ("token_id", "logprob", "policy_version", "loss_mask")
 
@@ -102,6 +103,10 @@ class RunData:
         """Every column that `episodes` can give, by name."""
         return EPISODE_COLUMNS | {PART + name: part_column(name) for name in self.part_names}
 
+    def chosen(self, columns: Sequence[str] | None) -> dict[str, TableColumn]:
+        """The episode columns of these names, None: all. Raises AnalysisError."""
+        return _chosen(self.episode_columns(), columns)
+
     def episodes(
         self,
         columns: Sequence[str] | None = None,
@@ -131,18 +136,30 @@ class RunData:
         include_superseded: bool = False,
     ) -> Iterator[pd.DataFrame]:
         """`episodes` as one frame per shard, to go through a run that does not fit into memory."""
-        known = self.episode_columns()
-        wanted, named = _chosen(known, columns), _named_in(where, known)
+        wanted = self.chosen(columns)
 
-        def rows_of(shard: ShardEntry) -> Array:
-            if include_superseded:
-                return np.arange(shard.episode_offsets[-1])
-            return np.flatnonzero(~np.repeat(shard.superseded, np.diff(shard.episode_offsets)))
+        def read(shard: OpenShard, rows: Array) -> pd.DataFrame:
+            return _table(shard, rows, wanted)
 
+        return self.map_shards(read, where, include_superseded=include_superseded)
+
+    def map_shards(
+        self,
+        action: Callable[[OpenShard, Array], T],
+        where: str | None = None,
+        *,
+        include_superseded: bool = False,
+    ) -> Iterator[T]:
+        """`action` of each open shard and the rows of its episodes that `where` lets through, if
+        there are any. For readers that want more of a shard than columns."""
+        named = _named_in(where, self.episode_columns())
         for shard in self.index.shards:
-            frame = self._read(shard, rows_of(shard), wanted, named, where)
-            if frame is not None:
-                yield frame
+            rows = np.arange(shard.episode_offsets[-1])
+            if not include_superseded:
+                rows = rows[~np.repeat(shard.superseded, np.diff(shard.episode_offsets))]
+            result = self._apply(shard, rows, named, where, action)
+            if result is not None:
+                yield result
 
     def groups(
         self,
@@ -154,10 +171,14 @@ class RunData:
         """One row per group (prompt); arguments as for `episodes`."""
         wanted, named = _chosen(GROUP_COLUMNS, columns), _named_in(where, GROUP_COLUMNS)
         batches = []
+
+        def read(opened: OpenShard, rows: Array) -> pd.DataFrame:
+            return _table(opened, rows, wanted)
+
         for shard in self.index.shards:
             rows = np.arange(len(shard.group_ids))
             rows = rows if include_superseded else rows[~shard.superseded]
-            frame = self._read(shard, rows, wanted, named, where)
+            frame = self._apply(shard, rows, named, where, read)
             if frame is not None:
                 batches.append(frame)
         return _joined(batches, list(wanted))
@@ -169,17 +190,25 @@ class RunData:
         AnalysisError for an id that is no episode's.
         """
         ids = np.atleast_1d(episode_id).tolist()
-        found: dict[int, pd.DataFrame] = {}
+        found: dict[int, dict[str, Array]] = {}
         for shard, wanted in self._locate(ids):
 
             def read(file: h5py.File, shard: ShardEntry = shard, wanted: Any = wanted) -> Any:
                 opened = OpenShard(file, shard)
-                return {i: _tokens_of(opened, i, row) for i, row in _rows_of(opened, wanted)}
+                return {i: _tokens_of(opened, row) for i, row in _rows_of(opened, wanted)}
 
             found.update(self.index.read(shard.path, read) or {})
         self._refuse_unknown(ids, found)
-        names = ["episode_id", "position", *TOKEN_COLUMNS]
-        return _joined([found[i] for i in ids if i in found], names)
+        ids = [i for i in ids if i in found]
+        lengths = [len(found[i]["token_id"]) for i in ids]
+        columns = {
+            "episode_id": np.repeat(np.array(ids, "i8"), lengths),
+            "position": np.concatenate([np.arange(n) for n in [0, *lengths]]),
+        }
+        for name in TOKEN_COLUMNS:
+            none = np.empty(0, BY_PATH[f"tokens/{name}"].dtype)
+            columns[name] = np.concatenate([none, *(found[i][name] for i in ids)])
+        return pd.DataFrame(columns)
 
     def steps(self) -> pd.DataFrame:
         """One row per committed step: step, attempt, n_groups, n_dropped, and the trainer's metrics
@@ -206,24 +235,22 @@ class RunData:
         columns |= dict.fromkeys(key for row in rows for key in row)
         return pd.DataFrame(rows, columns=list(columns))
 
-    def _read(
+    def _apply(
         self,
         shard: ShardEntry,
         rows: Array,
-        wanted: Mapping[str, TableColumn],
         named: Mapping[str, TableColumn],
         where: str | None,
-    ) -> pd.DataFrame | None:
-        """Columns `wanted` of those `rows` of a shard that `where` lets through; None if none."""
+        action: Callable[[OpenShard, Array], T],
+    ) -> T | None:
+        """`action` of those `rows` that `where` lets through; None if there are none, or the shard
+        is damaged."""
 
-        def read(file: h5py.File) -> pd.DataFrame | None:
+        def read(file: h5py.File) -> T | None:
             opened, chosen = OpenShard(file, shard), rows
             if where is not None:
-                asked = pd.DataFrame({n: c.read(opened, chosen) for n, c in named.items()})
-                chosen = chosen[_query(asked, where)]
-            if not len(chosen):
-                return None
-            return pd.DataFrame({n: c.read(opened, chosen) for n, c in wanted.items()})
+                chosen = chosen[_query(_table(opened, chosen, named), where)]
+            return action(opened, chosen) if len(chosen) else None
 
         return self.index.read(shard.path, read) if len(rows) else None
 
@@ -235,11 +262,15 @@ class RunData:
         wanted, named = _chosen(known, columns), _named_in(where, known)
         names, wanted = list(wanted), {"episode_id": known["episode_id"], **wanted}
         batches = []
+
+        def read(opened: OpenShard, rows: Array) -> pd.DataFrame:
+            return _table(opened, rows[np.isin(opened["episodes/episode_id"][rows], ids)], wanted)
+
         for shard, group_rows in self._locate(ids):
             spans = [np.arange(*shard.episode_offsets[[p, p + 1]]) for p in group_rows]
-            frame = self._read(shard, np.concatenate(spans), wanted, named, where)
+            frame = self._apply(shard, np.concatenate(spans), named, where, read)
             if frame is not None:
-                batches.append(frame[frame["episode_id"].isin(ids)])
+                batches.append(frame)
         found = _joined(batches, list(wanted)).set_index("episode_id", drop=False)
         if where is None:
             self._refuse_unknown(ids, found.index)
@@ -350,6 +381,10 @@ def _named_in(where: str | None, known: Mapping[str, TableColumn]) -> dict[str, 
     return _chosen(known, sorted({n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}))
 
 
+def _table(shard: OpenShard, rows: Array, columns: Mapping[str, TableColumn]) -> pd.DataFrame:
+    return pd.DataFrame({name: column.read(shard, rows) for name, column in columns.items()})
+
+
 def _query(frame: pd.DataFrame, where: str) -> Array:
     """Positions of the rows for which `where` holds."""
     try:
@@ -379,11 +414,9 @@ def _rows_of(shard: OpenShard, wanted: Mapping[int, Sequence[int]]) -> Iterator[
         yield from ((i, first + there.index(i)) for i in ids if i in there)
 
 
-def _tokens_of(shard: OpenShard, episode_id: int, row: int) -> pd.DataFrame:
-    first, stop = shard.span("episodes/token_offsets", row, row + 2).tolist()
-    columns: dict[str, Any] = {"episode_id": episode_id, "position": np.arange(stop - first)}
-    columns |= {name: shard.span(f"tokens/{name}", first, stop) for name in TOKEN_COLUMNS}
-    return pd.DataFrame(columns)
+def _tokens_of(shard: OpenShard, row: int) -> dict[str, Array]:
+    first, stop = shard["episodes/token_offsets"][[row, row + 1]].tolist()
+    return {name: shard.span(f"tokens/{name}", first, stop) for name in TOKEN_COLUMNS}
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

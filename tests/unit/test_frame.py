@@ -10,39 +10,28 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from sample_episodes import make_group, make_header, make_run
+from sample_episodes import begin_attempt, make_group, make_header, make_run, train_step
 
 from slurm_grpo.analysis import open_run, open_runs
 from slurm_grpo.errors import AnalysisError
 from slurm_grpo.metrics import MetricsWriter
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging import layout
-from slurm_grpo.staging.manifest import Manifest, publish_manifest
-from slurm_grpo.staging.shards import ShardRef, publish_groups
-
-
-def begin(run: RunDir, attempt: int, resumed_from: int) -> None:
-    run.attempt(attempt).root.mkdir(parents=True)
-    run.attempt(attempt).resumed_from.write_text(str(resumed_from))
-
-
-def train(run: RunDir, step: int, attempt: int, *refs: ShardRef) -> None:
-    chosen = tuple((g.group_id, ref.path) for ref in refs for g in ref.groups)
-    publish_manifest(run, Manifest(step=step, attempt=attempt, groups=chosen, dropped=()))
+from slurm_grpo.staging.shards import publish_groups
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """Two groups trained on in step 1, one in step 2, one never."""
     run = make_run(tmp_path / "test")
-    begin(run, 0, 0)
+    begin_attempt(run, 0, 0)
     first = publish_groups(run, [make_group(0), make_group(1)], make_header())
     second = publish_groups(
         run, [make_group(2, oldest_version=1, n_tokens=4)], make_header(sequence=1)
     )
     publish_groups(run, [make_group(3, oldest_version=1)], make_header(sequence=2, engine_id=1))
-    train(run, 1, 0, first)
-    train(run, 2, 0, second)
+    train_step(run, 1, first)
+    train_step(run, 2, second)
     return run
 
 
@@ -111,14 +100,14 @@ def test_a_condition_that_is_none_says_what_is_wrong(run: RunDir, where: str, me
 
 def test_work_that_a_later_attempt_went_back_over_is_left_out(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    begin(run, 0, 0)
+    begin_attempt(run, 0, 0)
     kept = publish_groups(run, [make_group(0)], make_header())
     undone = publish_groups(run, [make_group(1, oldest_version=2)], make_header(sequence=1))
-    train(run, 1, 0, kept)
-    train(run, 3, 0, undone)
-    begin(run, 1, 1)
+    train_step(run, 1, kept)
+    train_step(run, 3, undone)
+    begin_attempt(run, 1, 1)
     again = publish_groups(run, [make_group(1, oldest_version=1)], make_header(attempt=1))
-    train(run, 2, 1, again)
+    train_step(run, 2, again)
     opened = open_run(run.root)
     table = opened.episodes(["group_id", "attempt", "step"])
     assert table.drop_duplicates().to_numpy().tolist() == [[0, 0, 1], [1, 1, 2]]
@@ -130,9 +119,10 @@ def test_work_that_a_later_attempt_went_back_over_is_left_out(tmp_path: Path) ->
 
 def test_of_two_valid_copies_of_a_group_the_one_trained_on_counts(tmp_path: Path) -> None:
     run = make_run(tmp_path)
+    begin_attempt(run, 0, 0)
     publish_groups(run, [make_group(0)], make_header())
     trained = publish_groups(run, [make_group(0)], make_header(sequence=1, engine_id=7))
-    train(run, 1, 0, trained)
+    train_step(run, 1, trained)
     table = open_run(run.root).episodes(["engine_id", "episode_id"])
     assert list(table.engine_id) == [7, 7]
     assert table.episode_id.is_unique
@@ -190,6 +180,19 @@ def test_a_group_is_summed_up_without_its_errors(tmp_path: Path) -> None:
     assert list(table.zero_spread) == [False, True]
     errors = open_run(run.root).episodes(["error", "finish_reason"], where="error.notna()")
     assert errors.to_numpy().tolist() == [["boom", "stop"]]
+
+
+def test_a_text_that_no_column_can_hold_is_replaced_not_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    group = make_group(0, n_episodes=3)
+    texts = ["lone \ud800", 'a "quoted" \\ line\n', "nul \0 \N{GRINNING FACE}"]
+    for i, text in enumerate(texts):
+        group[i] = replace(group[i], completion=replace(group[i].completion, text=text))
+    publish_groups(run, [group], make_header())
+    opened = open_run(run.root)
+    found = list(opened.episodes(["completion_text"]).completion_text)
+    assert found == ["lone \N{REPLACEMENT CHARACTER}", *texts[1:]]
+    assert not opened.damaged
 
 
 def test_steps_join_manifests_and_the_trainers_metrics(run: RunDir) -> None:
