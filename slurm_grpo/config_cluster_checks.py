@@ -17,7 +17,7 @@ from slurm_grpo.config import Config, NodesConfig
 from slurm_grpo.errors import ConfigError
 from slurm_grpo.slurm.durations import limit_seconds
 from slurm_grpo.slurm.partitions import impossible_requests, read_partitions
-from slurm_grpo.slurm.script import cpus_needed, node_groups
+from slurm_grpo.slurm.script import node_groups, threads_by_node
 
 Found: TypeAlias = Iterator[tuple[tuple[str, ...], str]]
 
@@ -118,18 +118,24 @@ def _unused(cfg: Config) -> Found:
 def _sizes(cfg: Config) -> Found:
     """Processes against GPUs and CPUs, and these against what the partitions have."""
     try:
-        needed = cpus_needed(cfg)
+        threads = threads_by_node(cfg)
     except ConfigError as error:
         key, _, _ = str(error).partition(":")
         yield (key,), str(error)
         return
-    for (key, nodes), n_cpus in zip(node_groups(cfg).items(), needed, strict=True):
-        if nodes.cpus_per_node is not None and nodes.cpus_per_node < n_cpus:
+    for (key, nodes), on_nodes in zip(node_groups(cfg).items(), threads, strict=True):
+        if n_idle := on_nodes.count(0):
+            yield (
+                (f"{key}.nodes",),
+                f"{key}.nodes: {nodes.nodes}, of which {n_idle} would have no process. Lower it to "
+                f"{nodes.nodes - n_idle}, or raise generator.n_engines or trainer.n_ranks.",
+            )
+        if nodes.cpus_per_node is not None and nodes.cpus_per_node < max(on_nodes):
             yield (
                 (f"{key}.cpus_per_node",),
                 f"{key}.cpus_per_node: {nodes.cpus_per_node}, but the processes on one node have "
-                f"{n_cpus} threads (generator.threads, trainer.threads). Raise it, lower those, or "
-                "leave it out.",
+                f"{max(on_nodes)} threads (generator.threads, trainer.threads). Raise it, lower "
+                "those, or leave it out.",
             )
     if partitions := read_partitions():
         yield from impossible_requests(cfg, partitions)

@@ -47,9 +47,11 @@ class QueueWatcher(SlurmInfoWatcher):
         except SlurmUnavailable:
             return  # what is known stays known; a controller that restarts is back in a minute
         for job_id, components in states.items():
+            leader = components[0]
             nodes = ",".join(c.nodes for c in components if c.nodes)
-            self._info_dict[job_id] = {"State": components[0].state, "NodeList": nodes}
-            if components[0].state not in ALIVE:
+            info = {"State": leader.state, "Reason": leader.reason, "NodeList": nodes}
+            self._info_dict[job_id] = info
+            if not leader.is_alive:
                 self._finished.add(job_id)
 
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
@@ -96,6 +98,10 @@ class RunExecutor(SlurmExecutor):
     """
 
     job_class = RunJob
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 2  # a login node with sbatch but without srun will do
 
     def __init__(self, folder: Path, cfg: Config, code_dir: Path) -> None:
         super().__init__(folder)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from slurm_grpo.config import Config, NodesConfig
 from slurm_grpo.slurm.durations import limit_seconds
-from slurm_grpo.slurm.script import cpus_needed, node_groups
+from slurm_grpo.slurm.script import cpus_per_node, node_groups
 from slurm_grpo.slurm.submit_env import clean_environment
 
 _TIMEOUT_S = 5.0
@@ -83,7 +83,7 @@ def impossible_requests(
     """(keys, text) for each group of nodes that no partition it names can ever give."""
     limit_s = limit_seconds(cfg.cluster.time_limit) or 0
     default = next((name for name, p in partitions.items() if p.is_default), "")
-    for (key, nodes), cpus in zip(node_groups(cfg).items(), cpus_needed(cfg), strict=True):
+    for (key, nodes), cpus in zip(node_groups(cfg).items(), cpus_per_node(cfg), strict=True):
         names = (nodes.partition or default).split(",")
         if unknown := [name for name in names if name not in partitions]:
             yield (
@@ -105,11 +105,10 @@ def impossible_requests(
             )
         fitting = [sum(k.n_nodes for k in p.kinds if _fits(cfg, k, nodes, cpus)) for p in chosen]
         if max(fitting) < nodes.nodes:
-            n_cpus = nodes.cpus_per_node or cpus
             mem = f", {nodes.mem_gib} GiB" if nodes.mem_gib else ""
             yield (
                 (f"{key}.nodes", f"{key}.partition"),
-                f"{key}.nodes: {nodes.nodes} node(s) with {n_cpus} CPUs, {nodes.gpus_per_node} "
+                f"{key}.nodes: {nodes.nodes} node(s) with {cpus} CPUs, {nodes.gpus_per_node} "
                 f"GPUs{mem} each, but partition {nodes.partition or default} has {max(fitting)} "
                 f"such node(s): {_inventory(chosen)}. The job would wait for ever. Ask for less, "
                 "or for another partition.",
@@ -121,7 +120,7 @@ def _fits(cfg: Config, kind: NodeKind, nodes: NodesConfig, cpus: int) -> bool:
     has_feature = not re.fullmatch(r"[\w.-]+", constraint) or constraint in kind.features
     has_gpus = cfg.site.gpu_flag == "none" or kind.gpus >= nodes.gpus_per_node
     has_mem = cfg.site.mem_flag == "none" or kind.mem_mib >= (nodes.mem_gib or 0) * 1024
-    return has_feature and has_gpus and has_mem and kind.cpus >= (nodes.cpus_per_node or cpus)
+    return has_feature and has_gpus and has_mem and kind.cpus >= cpus
 
 
 def _gpus(gres: str) -> int:

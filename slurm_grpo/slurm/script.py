@@ -77,23 +77,27 @@ def node_groups(cfg: Config) -> dict[str, NodesConfig]:
     }
 
 
-def cpus_needed(cfg: Config) -> list[int]:
-    """CPUs on a node of each group: what the threads of its processes add up to on the fullest.
+def threads_by_node(cfg: Config) -> list[list[int]]:
+    """For each group and each of its nodes, the threads of the processes there, added up.
 
     Raises ConfigError when the processes do not fit the GPUs.
     """
-    groups = node_groups(cfg).values()
-    # A letter before the number: the hosts of two groups differ.
-    hosts = [[f"{chr(97 + g)}{n}" for n in range(nodes.nodes)] for g, nodes in enumerate(groups)]
+    groups = list(node_groups(cfg).values())
+    hosts = [[f"{group}.{n}" for n in range(nodes.nodes)] for group, nodes in enumerate(groups)]
+    engine_threads = cfg.generator.threads * cfg.generator.engine.tensor_parallel
     threads: Counter[str] = Counter()
     for peer, seat in place(cfg, hosts).items():
-        is_engine = peer.startswith("engine-")
-        threads[seat.host] += (
-            cfg.generator.threads * cfg.generator.engine.tensor_parallel
-            if is_engine
-            else cfg.trainer.threads
-        )
-    return [max((threads[host] for host in names), default=1) or 1 for names in hosts]
+        threads[seat.host] += engine_threads if peer.startswith("engine-") else cfg.trainer.threads
+    return [[threads[host] for host in names] for names in hosts]
+
+
+def cpus_per_node(cfg: Config) -> list[int]:
+    """CPUs to ask for on each node of a group: what is configured, or what its fullest node
+    needs."""
+    return [
+        nodes.cpus_per_node or max(threads)
+        for nodes, threads in zip(node_groups(cfg).values(), threads_by_node(cfg), strict=True)
+    ]
 
 
 def flag_name(flag: str) -> str:
@@ -110,7 +114,7 @@ def _script(
         "open-mode": "append",
     }
     lines = ["#!/bin/bash"]
-    cpus = cpus_needed(cfg)
+    cpus = cpus_per_node(cfg)
     for component, (key, nodes) in enumerate(node_groups(cfg).items()):
         if component:
             lines += ["#SBATCH hetjob"]
@@ -128,20 +132,19 @@ def _script(
 def _node_flags(cfg: Config, nodes: NodesConfig, cpus: int) -> Flags:
     """What each component has to say itself."""
     site = cfg.site
-    n_cpus = nodes.cpus_per_node or cpus
     flags: Flags = {
         "partition": nodes.partition,
         "account": nodes.account,
         "qos": nodes.qos,
         "nodes": str(nodes.nodes),
         "ntasks-per-node": "1",
-        "cpus-per-task": str(n_cpus),
+        "cpus-per-task": str(cpus),
         "constraint": nodes.constraint,
     }
     if nodes.mem_gib is not None and site.mem_flag == "mem":
         flags["mem"] = f"{nodes.mem_gib}G"
     elif nodes.mem_gib is not None and site.mem_flag == "mem-per-cpu":
-        flags["mem-per-cpu"] = f"{nodes.mem_gib * 1024 // n_cpus}M"
+        flags["mem-per-cpu"] = f"{nodes.mem_gib * 1024 // cpus}M"
     if nodes.gpus_per_node and site.gpu_flag != "none":
         count = f"{site.gpu_type}:{nodes.gpus_per_node}" if site.gpu_type else nodes.gpus_per_node
         flags[site.gpu_flag] = f"gpu:{count}" if site.gpu_flag == "gres" else str(count)

@@ -83,11 +83,15 @@ def wait_for_end(submission: Submission) -> int:
 
     Raises JobFailed with the failing text.
     """
-    log = submission.job_dir / "slurm.out"
-    position = 0
+    job, log = submission.job, submission.job_dir / "slurm.out"
+    position, said = 0, ""
     is_over = False
     while not is_over:
-        is_over = submission.job.done()
+        is_over = job.done()
+        info = job.get_info(mode="cache")
+        if info and (words := f"{info['State']} ({info['Reason']})") != said:
+            said = words
+            sys.stdout.write(f"job {job.job_id}: {said}\n")
         with contextlib.suppress(FileNotFoundError), log.open(errors="replace") as lines:
             lines.seek(position)
             shutil.copyfileobj(lines, sys.stdout)
@@ -96,9 +100,9 @@ def wait_for_end(submission: Submission) -> int:
         if not is_over:
             time.sleep(_LOOK_S)
     try:
-        summary = submission.job.result()
+        summary = job.result()
     except UncompletedJobError as error:
-        raise JobFailed(f"job {submission.job.job_id} failed. {error}") from None
+        raise JobFailed(f"job {job.job_id} failed. {error}") from None
     return ExitCode.OK if summary["status"] == "done" else ExitCode.STOPPED
 
 

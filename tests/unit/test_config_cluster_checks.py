@@ -73,6 +73,10 @@ environment: [NCCL_DEBUG]
             ),
             "generator.n_engines: 2 engines x tensor_parallel 2 = 4 GPUs",
         ),
+        (
+            slurm(trainers=NodesConfig(nodes=3)),
+            "cluster.trainers.nodes: 3, of which 2 would have no process. Lower it to 1",
+        ),
         (slurm(signal_s=0), "cluster.signal_s: 0 seconds"),
         (slurm(time_limit="0"), "cluster.time_limit: '0' given"),
         (

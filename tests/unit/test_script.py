@@ -12,7 +12,7 @@ from model_shell import make_model_shell
 
 from slurm_grpo.config import Config
 from slurm_grpo.config_io import load_config
-from slurm_grpo.slurm.script import array_script, cpus_needed, job_script, submitit_command
+from slurm_grpo.slurm.script import array_script, cpus_per_node, job_script, submitit_command
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = [
@@ -88,7 +88,7 @@ def test_cpus_are_those_of_the_fullest_node(load: Callable[..., Config]) -> None
         *("--generator.n_engines", "3", "--cluster.generators.nodes", "2"),
         *("--generator.threads", "5", "--trainer.threads", "3"),
     )
-    assert cpus_needed(cfg) == [2 * 5, 2 * 3]
+    assert cpus_per_node(cfg) == [2 * 5, 2 * 3]
 
 
 def test_flags_are_removed_then_replaced_by_the_site_then_by_the_group(
