@@ -72,13 +72,21 @@ def find_run(text: str) -> RunDir:
 
 def stand(run: RunDir) -> Standing:
     """How a run stands; `unknown` if that depends on a Slurm that does not answer."""
+    return stand_where_possible([run])[0]
+
+
+def stand_where_possible(runs: Sequence[RunDir]) -> list[Standing]:
+    """How each run stands; `unknown` where that depends on a Slurm that does not answer."""
     try:
-        return stand_all([run])[0]
+        return stand_all(runs)
     except SlurmUnavailable as error:
-        standing = judge(run, [])
-        if standing.word in ("died", "not started") and submitted_jobs(run):
-            return dataclasses.replace(standing, word="unknown", detail=str(error))
-        return standing
+        standings = [judge(run, []) for run in runs]
+        return [
+            dataclasses.replace(standing, word="unknown", detail=str(error))
+            if standing.word in ("died", "not started") and submitted_jobs(run)
+            else standing
+            for run, standing in zip(runs, standings, strict=True)
+        ]
 
 
 def stand_all(runs: Sequence[RunDir]) -> list[Standing]:

@@ -20,7 +20,14 @@ from slurm_grpo import launch_cli
 from slurm_grpo.config import Config
 from slurm_grpo.errors import ConfigError, ExitCode, SlurmGrpoError
 from slurm_grpo.fsio import write_durably
-from slurm_grpo.run_state import ARRAY_SCRIPT, Standing, stand, stand_all, tally
+from slurm_grpo.run_state import (
+    ARRAY_SCRIPT,
+    Standing,
+    stand,
+    stand_all,
+    stand_where_possible,
+    tally,
+)
 from slurm_grpo.slurm.script import array_script
 from slurm_grpo.slurm.submission import snapshot_package, submit_run
 from slurm_grpo.slurm.submit_env import parse_job_id, run_sbatch
@@ -159,7 +166,7 @@ def _write_script(folder: Path, script: str) -> None:
 def _unfinished(elements: Sequence[Element], *, strict: bool) -> list[Element]:
     """Elements to run; prints how many of each kind there are. With `strict`, Slurm must answer."""
     runs = [element.run for element in elements]
-    standings = stand_all(runs) if strict else [stand(run) for run in runs]
+    standings = stand_all(runs) if strict else stand_where_possible(runs)
     _say(f"{len(elements)} elements in {runs[0].root.parent}: {tally(standings)}")
     return [e for e, standing in zip(elements, standings, strict=True) if _needs_run(standing)]
 

@@ -105,7 +105,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         show_header=False,
     )
     table.add_column(style="dim", no_wrap=True, min_width=18)
-    table.add_column()
+    table.add_column(overflow="fold")
     for name, text in _lines(report, room=max(10, min(40, console.width - 46))):
         table.add_row(name, text)
     console.print(table)
@@ -116,7 +116,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         ("run directory", report["run"]),
     ):
         if path is not None:
-            line = f" [dim]{name:<18}[/dim]{escape(path)}"
+            line = f" [dim]{name:<20}[/dim]{escape(path)}"
             console.print(line, highlight=False, soft_wrap=True)
 
 

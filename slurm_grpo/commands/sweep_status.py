@@ -10,8 +10,8 @@ from rich.text import Text
 
 from slurm_grpo.config_io import read_frozen
 from slurm_grpo.display import StepFeed, clock, number, remaining_s, sparkline
-from slurm_grpo.errors import ExitCode, SlurmUnavailable
-from slurm_grpo.run_state import Standing, stand, stand_all, tally
+from slurm_grpo.errors import ExitCode
+from slurm_grpo.run_state import Standing, stand_where_possible, tally
 from slurm_grpo.sweep import ElementRow, find_sweep, short_names
 
 _SPARK_COLUMNS = 10
@@ -24,11 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     rows = find_sweep(arguments.sweep)
-    runs = [row.run for row in rows]
-    try:
-        standings = stand_all(runs)
-    except SlurmUnavailable:
-        standings = [stand(run) for run in runs]
+    standings = stand_where_possible([row.run for row in rows])
     names = short_names([key for row in rows for key in row.changes])
     table = Table(box=None, pad_edge=False, header_style="dim")
     for header in ("#", *names.values()):

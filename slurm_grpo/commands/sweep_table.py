@@ -12,13 +12,25 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from slurm_grpo.config_io import read_frozen
 from slurm_grpo.config_values import nearest
+from slurm_grpo.display import clock, number
 from slurm_grpo.errors import ConfigError, ExitCode
-from slurm_grpo.run_state import read_json
+from slurm_grpo.run_state import Standing, stand_where_possible
+from slurm_grpo.summary import build_summary
 from slurm_grpo.sweep import ElementRow, find_sweep, short_names
 
 Cells = dict[str, Any]
 _SHOWN = ("steps", "reward_last", "step_s_median", "wall_s")
+_TITLES = {
+    "index": "#",
+    "status": "state",
+    "eval.before": "before",
+    "eval.after": "after",
+    "reward_last": "reward",
+    "step_s_median": "s/step",
+    "wall_s": "wall",
+}
 _EVAL = "eval.after"
 
 
@@ -35,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     rows = find_sweep(arguments.sweep)
-    table = [_cells(row) for row in rows]
+    standings = stand_where_possible([row.run for row in rows])
+    table = [_cells(row, standing) for row, standing in zip(rows, standings, strict=True)]
     columns = list(dict.fromkeys(name for cells in table for name in cells))
     names = short_names([key for row in rows for key in row.changes])
     column = _sort_column(arguments.sort, columns, names)
@@ -54,17 +67,17 @@ def run(arguments: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _cells(row: ElementRow) -> Cells:
-    """One element by column: its place, what was varied, and its summary, flattened."""
-    summary = read_json(row.run.summary)
+def _cells(row: ElementRow, standing: Standing) -> Cells:
+    """One element by column: its place, what was varied, and its summary as of now, flattened."""
     cells: Cells = {"index": row.index, "run": row.run.root.name, **row.changes}
-    cells["status"] = summary.get("status")
-    evaluations = summary.get("eval", {})
+    cells["status"] = standing.word  # not the summary's: it may run, or have died without one
+    summary = build_summary(row.run, read_frozen(row.run.config), status="stopped")
+    evaluations = summary["eval"]
     for name, points in evaluations.items():
         stem = "eval" if len(evaluations) == 1 else f"eval.{name}"
         cells |= {f"{stem}.before": points["before"], f"{stem}.after": points["after"]}
-    numbers = {k: v for k, v in summary.items() if isinstance(v, int | float | None)}
-    return cells | {k: v for k, v in numbers.items() if k not in ("error", "status")}
+    numbers = {k: v for k, v in summary.items() if v is None or isinstance(v, int | float)}
+    return cells | {k: v for k, v in numbers.items() if k != "error"}
 
 
 def _sort_column(asked: str | None, columns: Sequence[str], names: dict[str, str]) -> str:
@@ -87,17 +100,25 @@ def _sortable(value: Any) -> tuple[bool, float, str]:
 def _render(table: Sequence[Cells], shown: Sequence[str], names: dict[str, str], by: str) -> Table:
     rendered = Table(box=None, pad_edge=False, header_style="dim")
     for name in shown:
-        title = {"index": "#", "status": "state"}.get(name) or names.get(name, name)
-        style = "bold" if name == by else ""
         rendered.add_column(
-            title.replace("_", " "), justify="left" if name == "status" else "right", style=style
+            _TITLES.get(name) or names.get(name, name),
+            justify="left" if name == "status" else "right",
+            style="bold" if name == by else "",
+            no_wrap=name not in names,
+            overflow="fold",
         )
     for cells in table:
-        rendered.add_row(*(_text(cells.get(name)) for name in shown))
+        rendered.add_row(*(_text(name, cells.get(name)) for name in shown))
     return rendered
 
 
-def _text(value: Any) -> str:
+def _text(name: str, value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    if name == "wall_s":
+        return clock(value)
+    return (
+        number(value, 1 if name == "step_s_median" else 3)
+        if isinstance(value, float)
+        else str(value)
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from slurm_grpo.attempt import AttemptRecord
 from slurm_grpo.cli import main as slurm_grpo
 from slurm_grpo.config_io import read_frozen
 from slurm_grpo.errors import ConfigError, ExitCode
+from slurm_grpo.metrics import MetricsWriter
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.sweep import compress, read_manifest, short_names
 from slurm_grpo.sweep_cli import main
@@ -260,10 +260,12 @@ def finish(root: Path, status: str, *, reward: float) -> None:
     """Leave behind what an ended run does."""
     run = RunDir(root)
     run.attempt(0).root.mkdir()
+    metrics = MetricsWriter(run.metrics_file("trainer"), attempt=0)
+    metrics.log(0, {"eval/held_out/accuracy": 0.25})
+    metrics.log(40, {"trainer/step_s": 61.5, "reward/mean": reward})
+    metrics.log(40, {"eval/held_out/accuracy": reward})
+    metrics.close()
     AttemptRecord(run.attempt(0)).renew(peak_pss_bytes=0, status=status)
-    evaluation = {"held_out": {"metric": "accuracy", "before": 0.25, "after": reward}}
-    summary = {"status": status, "error": None, "steps": 40, "eval": evaluation, "wall_s": 61.5}
-    run.summary.write_text(json.dumps(summary))
 
 
 def test_table_sorts_by_what_is_asked_with_unfinished_elements_last(
@@ -276,14 +278,15 @@ def test_table_sorts_by_what_is_asked_with_unfinished_elements_last(
     capsys.readouterr()
     assert slurm_grpo(["sweep", "table", "lr"]) == ExitCode.OK
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0][:6] == ["#", "lr", "seed", "state", "eval.before", "eval.after"]
+    assert lines[0][:6] == ["#", "lr", "seed", "state", "before", "after"]
     assert [line[0] for line in lines[1:]] == ["2", "3", "0", "1"]
     assert lines[1][:6] == ["2", "3e-5", "0", "done", "0.250", "0.700"]
     assert slurm_grpo(["sweep", "table", "runs/lr", "--csv", "--sort", "lr"]) == ExitCode.OK
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["trainer.optimizer.lr"] for row in rows] == ["3e-5", "3e-5", "1e-5", "1e-5"]
+    assert {row["status"] for row in rows} == {"done", "not started"}
     assert rows[0]["eval.after"] == "0.7"
-    assert rows[0]["wall_s"] == "61.5"
+    assert rows[0]["step_s_median"] == "61.5"
     assert slurm_grpo(["sweep", "table", "lr", "--sort", "eval.aftr"]) == ExitCode.CONFIG
     assert "Did you mean eval.after" in capsys.readouterr().err
 
