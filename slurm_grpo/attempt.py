@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_grpo import proctree
-from slurm_grpo.errors import ConfigError
+from slurm_grpo.errors import ConfigError, LockLost
 from slurm_grpo.rundir import AttemptDir, RunDir
 
 _HEARTBEAT_S = 10.0
@@ -44,7 +44,8 @@ class AttemptRecord:
     """`attempts/<n>/supervisor.json`, renewed every ten seconds so that a killed attempt counts
     too."""
 
-    def __init__(self, attempt: AttemptDir) -> None:
+    def __init__(self, attempt: AttemptDir, **facts: Any) -> None:
+        """`facts` are what the launcher knows about its surroundings: job id, nodes."""
         self._path = record_path(attempt)
         self._started = time.monotonic()
         self._written = float("-inf")
@@ -53,7 +54,12 @@ class AttemptRecord:
             "pid": os.getpid(),
             "started_unix": time.time(),
             "status": "running",
+            **facts,
         }
+
+    def note(self, **values: Any) -> None:
+        """Put `values` into the record with its next renewal."""
+        self._values |= values
 
     def renew(self, *, peak_pss_bytes: int, status: str = "running") -> None:
         """Write the record if it is due or the status is final."""
@@ -64,6 +70,7 @@ class AttemptRecord:
         self._values |= {
             "status": status,
             "wall_s": round(now - self._started, 3),
+            "cpu_s": round(time.process_time(), 3),
             "peak_pss_bytes": peak_pss_bytes,
         }
         temporary = self._path.with_suffix(".tmp")
@@ -76,17 +83,20 @@ class RunLock:
 
     A file and not `flock`, which some shared file systems refuse or keep per node. A holder that
     was killed is told by its pid and start time; one on another host by whether it still renews the
-    file.
+    file. A holder of the same Slurm job is an earlier life that Slurm has given up: it loses the
+    file, and sees so.
     """
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, job_id: str | None = None) -> None:
         self._path = run.root / "supervisor.lock"
         self._renewed = 0.0
+        self._job_id = job_id
         self._mine = json.dumps(
             {
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
                 "start_ticks": proctree.start_ticks(os.getpid()),
+                "job_id": job_id,
             }
         )
 
@@ -105,10 +115,23 @@ class RunLock:
             temporary.unlink()
 
     def renew(self) -> None:
-        """Show other hosts that this supervisor lives; call it often."""
+        """Show other hosts that this supervisor lives; call it often. Raises LockLost."""
         if time.monotonic() - self._renewed > _HEARTBEAT_S:
             self._renewed = time.monotonic()
+            self.check()
             os.utime(self._path)
+
+    def check(self) -> None:
+        """Raise LockLost if a newer life of this job has taken the run over."""
+        try:
+            holder = self._path.read_text()
+        except FileNotFoundError:
+            holder = "nobody"
+        if holder != self._mine:
+            raise LockLost(
+                f"{self._path}: held by {holder} now. Slurm took this attempt for dead and started "
+                "the job again; leaving the run to it."
+            )
 
     def release(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -134,6 +157,8 @@ class RunLock:
             aside.unlink()
 
     def _is_live(self, holder: dict[str, Any]) -> bool:
+        if self._job_id is not None and holder.get("job_id") == self._job_id:
+            return False
         if holder["host"] == socket.gethostname():
             return bool(proctree.start_ticks(holder["pid"]) == holder["start_ticks"])
         seen = self._path.stat().st_mtime_ns

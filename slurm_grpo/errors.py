@@ -106,3 +106,9 @@ class SubmissionRefused(SlurmGrpoError):
 
 class JobFailed(SlurmGrpoError):
     """A job that was waited for ended without success; the text ends with its last words."""
+
+
+class LockLost(SlurmGrpoError):
+    """Another supervisor has taken over this one's run directory."""
+
+    exit_code = ExitCode.STOPPED

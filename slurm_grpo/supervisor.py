@@ -1,9 +1,9 @@
 """The supervisor: one process per attempt that starts the roles, watches them, restarts engines and
 ends everything.
 
-It waits in one place, for a signal (a child's end is one) or a quarter of a second. Roles talk to
-the scheduler through the control plane, which it hosts; it looks there for a finish, or
-peers that went silent. It imports neither torch nor vLLM, and never touches episodes or weights.
+It waits in one place, for a signal (a child's end is one) or `poll_s` of its launcher. Roles talk
+to the scheduler through the control plane, which it hosts; it looks there for a finish, or peers
+that went silent. It imports neither torch nor vLLM, and never touches episodes or weights.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -25,51 +24,29 @@ from slurm_grpo import proctree
 from slurm_grpo.analysis.plots import plot_reward
 from slurm_grpo.attempt import AttemptRecord, RunLock, take_attempt
 from slurm_grpo.config import Config
-from slurm_grpo.control.messages import LEADER, parse_peer
+from slurm_grpo.control.messages import LEADER, engine_name, parse_peer, trainer_name
 from slurm_grpo.control.scheduler import Scheduler
 from slurm_grpo.control.server import ControlServer
 from slurm_grpo.display import Display, RunState, make_display, show_end
-from slurm_grpo.errors import ConfigError, ExitCode, SlurmGrpoError
+from slurm_grpo.errors import ConfigError, ExitCode, LockLost, SlurmGrpoError
 from slurm_grpo.fsio import write_durably
+from slurm_grpo.outcome import FATAL_CODES, Ending, Outcome, describe, failure, first_to_blame
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.environment import role_environment
-from slurm_grpo.slurm.signals import SignalInbox
+from slurm_grpo.slurm.signals import BoundaryWatch, SignalInbox
 from slurm_grpo.slurm.steps import LocalLauncher, Step, StepLauncher, StepSpec
-from slurm_grpo.summary import Status, write_summary
+from slurm_grpo.summary import write_summary
 from slurm_grpo.versions import role_versions
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.25
 FINISH_S = 60.0
 """Seconds the roles have to leave by themselves once the run is finished."""
 MAX_END_S = 6.0
 """Whatever `cluster.stop_grace_s` says, everything is killed this long after a stop."""
 _PSS_EVERY_S = 3.0
-_TAIL_LINES = 60
 _ROLE_MODULES = {"engine": "slurm_grpo.generator.role", "trainer": "slurm_grpo.trainer.role"}
 _REPLAY_MODULES = {"trainer": "slurm_grpo.trainer.replay"}
-_EXIT_MEANINGS = {
-    ExitCode.OK: "by itself",
-    ExitCode.FAILURE: "an unexpected exception",
-    ExitCode.CONFIG: "the configuration cannot be used",
-    ExitCode.NON_FINITE: "a loss or gradient is not finite",
-    ExitCode.SCORER: "too many scorer errors",
-    ExitCode.INFRASTRUCTURE: "a deadline passed or the file system refused",
-    ExitCode.STOPPED: "told to stop",
-}
-_FATAL_FOR_ENGINES = (ExitCode.CONFIG, ExitCode.NON_FINITE, ExitCode.SCORER)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """How an attempt ends."""
-
-    status: Status
-    exit_code: int
-    error: str | None = None
-    log: Path | None = None
-    """The log whose end explains a failure."""
 
 
 def run_supervisor(
@@ -77,17 +54,31 @@ def run_supervisor(
     cfg: Config,
     *,
     console: Console | None = None,
-    launcher: StepLauncher | None = None,
     role_modules: dict[str, str] | None = None,
 ) -> int:
-    """Run the next attempt of `run` to its end and return the exit code (128 + signal when
+    """Run the next attempt of `run` on this machine and return the exit code (128 + signal when
     interrupted).
 
     Call from the main thread. Raises ConfigError when another live supervisor has the run
     directory. `role_modules` replaces the modules behind `engine` and `trainer`.
     """
+    return supervise(
+        run, cfg, LocalLauncher(), console=console, role_modules=role_modules
+    ).exit_code
+
+
+def supervise(
+    run: RunDir,
+    cfg: Config,
+    launcher: StepLauncher,
+    *,
+    console: Console | None = None,
+    role_modules: dict[str, str] | None = None,
+) -> Outcome:
+    """Run the next attempt of `run` with steps from `launcher`, and say how it ended; like
+    `run_supervisor`."""
     run.create()
-    lock = RunLock(run)
+    lock = RunLock(run, launcher.facts.get("job_id"))
     lock.acquire()
     try:
         supervisor = Supervisor(
@@ -95,8 +86,8 @@ def run_supervisor(
             cfg,
             lock,
             console=console or Console(),
-            launcher=launcher or LocalLauncher(),
-            role_modules=role_modules or (_REPLAY_MODULES if cfg.run.replay_of else _ROLE_MODULES),
+            launcher=launcher,
+            role_modules=role_modules or _ROLE_MODULES,
         )
         return supervisor.run_attempt()
     finally:
@@ -125,28 +116,32 @@ class Supervisor:
         self._python = cfg.cluster.python or sys.executable
         self._number = take_attempt(run)
         self._attempt = run.attempt(self._number)
-        self._record = AttemptRecord(self._attempt)
+        self._record = AttemptRecord(self._attempt, **launcher.facts)
         self._scheduler = Scheduler(cfg)
         self._steps: dict[str, Step] = {}
         """Running processes by peer name."""
+        self._started: dict[str, Step] = {}
+        """The latest process of each peer, running or not."""
         self._incarnations: dict[str, int] = {}
         self._restart_at: dict[str, float] = {}
         self._overdue: dict[str, str] = {}
         """Why a peer was killed, until its end is seen."""
+        self._boundary = BoundaryWatch(cfg)
         self._peak_pss_bytes = 0
         self._next_pss = 0.0
         self._signals = SignalInbox(self._kill_all)
         self._server: ControlServer
         self._display: Display
 
-    def run_attempt(self) -> int:
+    def run_attempt(self) -> Outcome:
         handler = self._open_log()
         try:
             with self._signals:
                 outcome = self._outcome()
                 self._record.renew(peak_pss_bytes=self._peak_pss_bytes, status=outcome.status)
-                self._report(outcome)
-                return outcome.exit_code
+                if outcome.ending is not Ending.REPLACED:
+                    self._report(outcome)
+                return outcome
         finally:
             logging.getLogger().removeHandler(handler)
             handler.close()
@@ -154,31 +149,35 @@ class Supervisor:
     def _outcome(self) -> Outcome:
         """How the attempt ended, be it by an error of the supervisor's own."""
         try:
-            return self._supervise()
+            outcome = self._supervise()
+            self._lock.check()
+            return outcome
+        except LockLost as error:
+            log.warning("%s", error)
+            return Outcome(ending=Ending.REPLACED, exit_code=error.exit_code, error=str(error))
         except SlurmGrpoError as error:
-            return Outcome(status="failed", exit_code=error.exit_code, error=str(error))
+            return Outcome(ending=Ending.FAILED, exit_code=error.exit_code, error=str(error))
         except Exception as error:
             log.exception("the supervisor failed")
-            return Outcome(
-                status="failed",
-                exit_code=ExitCode.FAILURE,
-                error=f"the supervisor failed: {error!r}",
-                log=self._attempt.log("supervisor"),
-            )
+            text = f"the supervisor failed: {error!r}"
+            return failure(text, ExitCode.FAILURE, self._attempt.log("supervisor"))
 
     def _supervise(self) -> Outcome:
         """Start, watch and end the roles. No process is left when it returns or raises."""
-        self._server = ControlServer(self._scheduler, self._attempt, "127.0.0.1")
+        self._launcher.prepare(self._attempt)
+        self._server = ControlServer(self._scheduler, self._attempt, self._launcher.control_host)
         self._display = make_display(self._run, self._cfg, self._console)
         reason = "the supervisor failed"
         try:
-            self._record_versions()
+            if self._cfg.cluster.kind == "local":  # else a role's host records its own
+                self._record_versions()
             self._start_all()
             outcome = self._watch()
             reason = outcome.error or "the run is finished"
             return outcome
         finally:
             self._end_all(reason)
+            self._launcher.close()
             self._server.close()
             with contextlib.suppress(OSError):  # the terminal may be gone
                 self._display.close()
@@ -196,12 +195,19 @@ class Supervisor:
     # Starting
 
     def _start_all(self) -> None:
-        for rank in range(self._cfg.trainer.n_ranks):
-            self._start(f"trainer-{rank}")
+        self._start([trainer_name(rank) for rank in range(self._cfg.trainer.n_ranks)])
         for engine in range(self._cfg.generator.n_engines):
-            self._start(f"engine-{engine}")
+            self._start([engine_name(engine)])
 
-    def _start(self, peer: str) -> None:
+    def _start(self, peers: Sequence[str]) -> None:
+        steps = self._launcher.start([self._prepare(peer) for peer in peers])
+        self._steps |= steps
+        self._started |= steps
+        for peer, step in steps.items():
+            n = self._incarnations[peer]
+            log.info("started %s%s, incarnation %d, pid %d", peer, step.where, n, step.pid)
+
+    def _prepare(self, peer: str) -> StepSpec:
         role, index = parse_peer(peer)
         incarnation = self._incarnations.get(peer, -1) + 1
         self._incarnations[peer] = incarnation
@@ -210,7 +216,7 @@ class Supervisor:
                 scheduler.engine_starting(index, incarnation, time.monotonic())
             else:
                 scheduler.trainer_starting(index, time.monotonic())
-        spec = StepSpec(
+        return StepSpec(
             peer=peer,
             argv=(self._python, "-m", self._role_modules[role]),
             env=role_environment(
@@ -225,30 +231,35 @@ class Supervisor:
             log=self._attempt.log(peer),
             exit_file=self._attempt.exit_code(peer),
         )
-        self._steps[peer] = self._launcher.start(spec)
-        log.info("started %s, incarnation %d, pid %d", peer, incarnation, self._steps[peer].pid)
 
     # Watching
 
     def _watch(self) -> Outcome:
         """Until the run is over, one way or another."""
         while True:
-            self._signals.wait(POLL_S)
+            self._signals.wait(self._launcher.poll_s)
             now = time.monotonic()
             outcome = self._on_signals() or self._on_exits(now) or self._on_scheduler(now)
             if outcome is not None:
                 return outcome
             for peer in [p for p, due in self._restart_at.items() if due <= now]:
                 del self._restart_at[peer]
-                self._start(peer)
+                self._start([peer])
             self._measure(now)
             self._display.update(self._state(now))
 
     def _on_signals(self) -> Outcome | None:
         number = self._signals.stop_signal
-        if number is not None:
-            name = signal.Signals(number).name
-            return Outcome(status="interrupted", exit_code=128 + number, error=f"received {name}")
+        if number is not None or self._launcher.told_to_end():
+            ending, why = self._launcher.why_told()
+            if ending is not Ending.BOUNDARY:
+                number = number or signal.SIGTERM
+                error = f"received {signal.Signals(number).name}"
+                error = f"{error}: {why}" if why else error
+                return Outcome(ending=ending, exit_code=128 + number, error=error)
+            self._note(why)
+            self._signals.stop_signal = None
+            self._signals.boundary_stop = True
         if self._signals.boundary_stop:
             self._signals.boundary_stop = False
             self._note("asked to stop: saving a checkpoint at the next step boundary")
@@ -272,7 +283,7 @@ class Supervisor:
             return None
         trainers = {peer: code for peer, code in codes.items() if peer.startswith("trainer-")}
         if trainers:
-            peer = min(trainers, key=lambda peer: (_suspicion(trainers[peer]), peer))
+            peer = next((p for p in trainers if p in self._overdue), first_to_blame(trainers))
             more = " before the run was finished" if trainers[peer] == ExitCode.OK else ""
             return self._failed(peer, trainers[peer], more)
         for peer, code in codes.items():
@@ -282,7 +293,7 @@ class Supervisor:
 
     def _on_engine_exit(self, peer: str, code: int, now: float) -> Outcome | None:
         n_restarts = self._incarnations[peer]
-        if code in _FATAL_FOR_ENGINES:
+        if code in FATAL_CODES:
             return self._failed(peer, code)
         if n_restarts >= self._cfg.generator.max_restarts:
             return self._failed(
@@ -292,8 +303,8 @@ class Supervisor:
         pause_s = self._cfg.generator.restart_backoff_s * 2**n_restarts
         self._restart_at[peer] = now + pause_s
         self._note(
-            f"{peer} ended ({_describe(code)}); restart {n_restarts + 1} of "
-            f"{self._cfg.generator.max_restarts} in {pause_s:.0f} s; log: {self._attempt.log(peer)}"
+            f"{peer} ended ({describe(code)}); restart {n_restarts + 1} of "
+            f"{self._cfg.generator.max_restarts} in {pause_s:.0f} s; log: {self._started[peer].log}"
         )
         return None
 
@@ -304,9 +315,12 @@ class Supervisor:
             overdue = {} if finished else scheduler.overdue_peers(now)
         for peer, reason in overdue.items():
             if peer in self._steps and peer not in self._overdue:
+                step = self._steps[peer]
+                if step.where:
+                    reason = f"{reason} It was started{step.where}: {step.log}"
                 self._overdue[peer] = reason
                 self._note(f"killing {reason}")
-                self._steps[peer].kill()
+                step.kill()
         return None if finished is None else self._finish(finished)
 
     def _finish(self, status: str) -> Outcome:
@@ -314,19 +328,18 @@ class Supervisor:
         for."""
         deadline = time.monotonic() + FINISH_S
         while self._steps and time.monotonic() < deadline and self._signals.stop_signal is None:
-            self._signals.wait(POLL_S)
+            self._signals.wait(self._launcher.poll_s)
             for peer, code in self._reap().items():
                 if code != ExitCode.OK:
-                    log.warning("%s ended after the run was finished: %s", peer, _describe(code))
+                    log.warning("%s ended after the run was finished: %s", peer, describe(code))
         if status == "stopped":
-            return Outcome(status="stopped", exit_code=ExitCode.STOPPED)
-        return Outcome(status="done", exit_code=ExitCode.OK)
+            return Outcome(ending=Ending.BOUNDARY, exit_code=ExitCode.STOPPED)
+        return Outcome(ending=Ending.FINISHED, exit_code=ExitCode.OK)
 
     def _failed(self, peer: str, code: int, more: str = "") -> Outcome:
-        why = self._overdue.get(peer) or f"{peer} ended: {_describe(code)}{more}."
-        known = code in _EXIT_MEANINGS and code not in (ExitCode.OK, ExitCode.STOPPED)
-        exit_code = code if known else ExitCode.INFRASTRUCTURE if code < 0 else ExitCode.FAILURE
-        return Outcome(status="failed", exit_code=exit_code, error=why, log=self._attempt.log(peer))
+        step = self._started[peer]
+        why = self._overdue.get(peer) or f"{peer} ended{step.where}: {describe(code)}{more}."
+        return failure(why, code, step.log)
 
     def _reap(self) -> dict[str, int]:
         """Exit codes of the processes that ended since the last look."""
@@ -336,13 +349,18 @@ class Supervisor:
             if code is not None:
                 del self._steps[peer]
                 codes[peer] = code
-                log.info("%s ended: %s", peer, _describe(code))
+                log.info("%s ended: %s", peer, describe(code))
         return codes
 
     def _measure(self, now: float) -> None:
         self._lock.renew()
+        with self._server.locked() as scheduler:
+            progress = dict(scheduler.progress)
+        if warning := self._boundary.look(progress, now):
+            self._note(warning)
+        self._record.note(boundary_s=self._boundary.longest_s)
         self._record.renew(peak_pss_bytes=self._peak_pss_bytes)
-        if now < self._next_pss:
+        if now < self._next_pss or self._cfg.cluster.kind != "local":
             return
         pss = proctree.pss_bytes(proctree.descendants(os.getpid()))
         self._peak_pss_bytes = max(self._peak_pss_bytes, pss)
@@ -397,14 +415,14 @@ class Supervisor:
     def _report(self, outcome: Outcome) -> None:
         """The summary on disk and the last words on the screen; a failure's log comes last."""
         summary = write_summary(self._run, self._cfg, status=outcome.status, error=outcome.error)
+        if outcome.error is not None:
+            log.error("%s", outcome.explanation)
         # Somebody who interrupts does not want to wait for matplotlib.
         picture = None if outcome.status == "interrupted" else self._draw()
         with contextlib.suppress(OSError):  # the terminal may be gone
             show_end(self._run, summary, self._console, picture=picture)
             if outcome.error is not None:
-                self._print(f"\n{outcome.status}: {outcome.error}")
-            if outcome.log is not None:
-                self._print(f"The end of {outcome.log}:\n{last_words(outcome.log)}")
+                self._print(f"\n{outcome.explanation}")
 
     def _draw(self) -> str:
         path = self._run.root / "reward.png"
@@ -431,32 +449,3 @@ class Supervisor:
         root.addHandler(handler)
         root.setLevel(logging.INFO)
         return handler
-
-
-def last_words(path: Path) -> str:
-    """The last traceback in a log, or its last lines if there is none."""
-    try:
-        lines = path.read_text(errors="replace").rstrip().splitlines()
-    except FileNotFoundError:
-        return "(there is no such file)"
-    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
-    start = starts[-1] if starts else len(lines) - _TAIL_LINES // 3
-    return "\n".join(lines[max(start, len(lines) - _TAIL_LINES, 0) :])
-
-
-def _describe(code: int) -> str:
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}, {_EXIT_MEANINGS.get(code, 'unknown')}"
-
-
-def _suspicion(code: int) -> int:
-    """Orders trainer ranks that were seen dead together: the one whose exit names a cause comes
-    first.
-
-    When one rank dies, the others soon fail in a collective, as infrastructure errors or plain
-    exceptions.
-    """
-    if code < 0 or code in _FATAL_FOR_ENGINES:
-        return 0
-    return 2 if code in (ExitCode.INFRASTRUCTURE, ExitCode.OK) else 1

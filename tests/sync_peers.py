@@ -131,7 +131,8 @@ class SenderPeer:
     """Trainer rank 0's part, on weights read from a model directory."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        from slurm_grpo.control.policy_group import host_address, make_store
+        from slurm_grpo.control.address import host_address
+        from slurm_grpo.control.policy_group import make_store
         from slurm_grpo.trainer.weight_sender import WeightSender
 
         self.cfg = WeightSyncConfig(

@@ -10,7 +10,6 @@ own deadline. Knows nothing about weights.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -23,28 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from slurm_grpo.control.address import host_address
 from slurm_grpo.errors import DeadlineExceeded, SlurmGrpoError, SyncError
 
 FORMING_S = 30.0
 """Longest wait for the other members of a group: all of them are at the door when it is formed."""
-
-
-def host_address() -> str:
-    """This host's address towards the run's other hosts: SLURM_GRPO_HOST_ADDRESS if it is set, else
-    that of the default route, and loopback when there is none.
-
-    The numeric address, since a host name may resolve to loopback.
-    """
-    if told := os.environ.get("SLURM_GRPO_HOST_ADDRESS"):
-        return told
-    for family, probe in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        with socket.socket(family, socket.SOCK_DGRAM) as sock:
-            try:
-                sock.connect((probe, 9))  # sends nothing: it only asks for the route
-            except OSError:
-                continue
-            return str(sock.getsockname()[0])
-    return "127.0.0.1"
 
 
 def make_store(host: str) -> tuple[TCPStore, str]:

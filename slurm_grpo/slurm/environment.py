@@ -75,14 +75,26 @@ def role_environment(
     }
     if cfg.cluster.kind == "local":
         env["SLURM_GRPO_HOST_ADDRESS"] = "127.0.0.1"  # nothing of the run leaves this machine
+    elif cfg.site.interface is not None:
+        env |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), cfg.site.interface)
+    if cfg.cluster.kind == "local" or cfg.cluster.allocation == "split":
         # Roles share the cores: threads that spin at barriers stop each other for seconds.
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         env.setdefault("KMP_BLOCKTIME", "0")
     if role == "trainer":
         env |= {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": str(cfg.trainer.n_ranks)}
-    if gpus := assign_gpus(visible_gpus(base), cfg, peer):
+    if cfg.cluster.kind == "local" and (gpus := assign_gpus(visible_gpus(base), cfg, peer)):
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    return env
+    return env | dict(pair.split("=", 1) for pair in cfg.site.environment)
+
+
+def clean_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """`base` without what a surrounding job, step or launcher has put there."""
+    return {
+        name: value
+        for name, value in base.items()
+        if name in _KEPT or not (name.startswith(_LEFTOVER_PREFIXES) or name in _LEFTOVERS)
+    }
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:

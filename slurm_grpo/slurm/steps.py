@@ -1,10 +1,11 @@
 """Starting and ending role processes behind one small interface, so that the supervisor never asks
 where it runs.
 
-The supervisor is the caller: it hands over a `StepSpec` and gets a `Step` to poll, terminate and
-kill. This file has the local implementation. It promises that a step's output goes to a file, never
-a pipe; that its exit code is written next to its log; and that neither a killed supervisor nor a
-killed step leaves a process behind. It knows nothing about what the processes do.
+The supervisor is the caller: it hands over `StepSpec`s and gets a `Step` for each to poll,
+terminate and kill. This file has the local implementation, `srun_steps.py` the one for Slurm. Both
+promise that a role's output goes to a file, never a pipe; that its exit code is written next to its
+log; and that neither a killed supervisor nor a killed step leaves a process behind. They know
+nothing about what the processes do.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from slurm_grpo import proctree
+from slurm_grpo.outcome import Ending
+from slurm_grpo.rundir import AttemptDir
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +63,16 @@ class Step(Protocol):
     def spec(self) -> StepSpec: ...
 
     @property
-    def pid(self) -> int: ...
+    def pid(self) -> int:
+        """Of the process on this host: the role, or the srun in front of it."""
+
+    @property
+    def where(self) -> str:
+        """` on NODE`, or nothing on this host."""
+
+    @property
+    def log(self) -> Path:
+        """What explains its end: the role's log, or the launcher's if the role never began one."""
 
     def poll(self) -> int | None:
         """Exit code, or None while it runs. The first call that sees the end also removes what the
@@ -74,10 +86,36 @@ class Step(Protocol):
 
 
 class StepLauncher(Protocol):
-    """Starts steps; one implementation a placement."""
+    """Starts steps, and knows what surrounds them; one implementation a placement."""
 
-    def start(self, spec: StepSpec) -> Step:
-        """Start the process and return at once. Raises OSError when its log cannot be opened."""
+    poll_s: float
+    """How often the supervisor looks at its steps when nothing wakes it."""
+
+    @property
+    def control_host(self) -> str:
+        """Address of this host that every step can reach."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What an attempt's record should say about the surroundings."""
+
+    def prepare(self, attempt: AttemptDir) -> None:
+        """End what an earlier life of the job left; called once, before the first start. Raises
+        DeadlineExceeded."""
+
+    def start(self, specs: Sequence[StepSpec]) -> dict[str, Step]:
+        """Start processes, together where that is possible, and return at once, by peer name.
+        Raises OSError when a log cannot be opened."""
+
+    def told_to_end(self) -> bool:
+        """Whether somebody else has asked a step to end since this was last asked."""
+
+    def why_told(self) -> tuple[Ending, str]:
+        """Why the supervisor or its steps were told to end: BOUNDARY when there is time for a
+        checkpoint, and a sentence."""
+
+    def close(self) -> None:
+        """See the end of what the steps needed; none is running any more."""
 
 
 class LocalStep:
@@ -91,6 +129,14 @@ class LocalStep:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def where(self) -> str:
+        return ""
+
+    @property
+    def log(self) -> Path:
+        return self.spec.log
 
     def poll(self) -> int | None:
         if self._code is not None:
@@ -129,18 +175,43 @@ class LocalStep:
 class LocalLauncher:
     """Steps as child processes of the supervisor."""
 
-    def start(self, spec: StepSpec) -> LocalStep:
-        # The kernel sends the parent-death signal when the forking *thread* ends, not the process.
-        assert threading.current_thread() is threading.main_thread()
-        spec.log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-I", "-S", "-c", _BIND_TO_PARENT, str(os.getpid()), *spec.argv]
-        with spec.log.open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                env=dict(spec.env),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        return LocalStep(spec, process)
+    poll_s = 0.25
+    control_host = "127.0.0.1"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def prepare(self, attempt: AttemptDir) -> None:
+        pass
+
+    def start(self, specs: Sequence[StepSpec]) -> dict[str, Step]:
+        return {spec.peer: start_local(spec) for spec in specs}
+
+    def told_to_end(self) -> bool:
+        return False
+
+    def why_told(self) -> tuple[Ending, str]:
+        return Ending.SIGNALLED, ""
+
+    def close(self) -> None:
+        pass
+
+
+def start_local(spec: StepSpec, stdin: int = subprocess.DEVNULL) -> LocalStep:
+    """A child process that does not outlive this one. Raises OSError when its log cannot be
+    opened."""
+    # The kernel sends the parent-death signal when the forking *thread* ends, not the process.
+    assert threading.current_thread() is threading.main_thread()
+    spec.log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-I", "-S", "-c", _BIND_TO_PARENT, str(os.getpid()), *spec.argv]
+    with spec.log.open("ab") as log:
+        process = subprocess.Popen(
+            command,
+            env=dict(spec.env),
+            stdin=stdin,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return LocalStep(spec, process)

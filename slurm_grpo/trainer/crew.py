@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from slurm_grpo.control.address import host_address
 from slurm_grpo.control.client import ControlClient
-from slurm_grpo.control.policy_group import host_address, make_store
+from slurm_grpo.control.policy_group import make_store
 
 T = TypeVar("T")
 

@@ -31,7 +31,8 @@ from slurm_grpo.config import (
     SamplingConfig,
     WeightSyncConfig,
 )
-from slurm_grpo.control.policy_group import PolicyGroup, host_address, make_store
+from slurm_grpo.control.address import host_address
+from slurm_grpo.control.policy_group import PolicyGroup, make_store
 from slurm_grpo.trainer.weight_sender import WeightSender
 
 N_RUNNING = 64

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from slurm_grpo.config import WeightSyncConfig
-from slurm_grpo.control.policy_group import PolicyGroup, host_address, make_store
+from slurm_grpo.control.address import host_address
+from slurm_grpo.control.policy_group import PolicyGroup, make_store
 from slurm_grpo.control.weight_layout import (
     HEADER_FIELDS,
     Layout,

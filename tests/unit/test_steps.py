@@ -15,7 +15,7 @@ from slurm_grpo import proctree
 from slurm_grpo.config import Config, GeneratorConfig, ModelConfig, TrainerConfig
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.environment import assign_gpus, role_environment, visible_gpus
-from slurm_grpo.slurm.steps import LocalLauncher, LocalStep, StepSpec
+from slurm_grpo.slurm.steps import LocalStep, StepSpec, start_local
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,7 +61,7 @@ def wait_until_gone(*pids: int, timeout_s: float = 10.0) -> None:
 def test_output_is_appended_and_the_exit_code_is_recorded(tmp_path: Path) -> None:
     code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
     for _ in range(2):
-        step = LocalLauncher().start(spec(tmp_path, *python(code)))
+        step = start_local(spec(tmp_path, *python(code)))
         assert wait_for_end(step) == 3
     assert (tmp_path / "engine-0.exit").read_text() == "3\n"
     lines = (tmp_path / "engine-0.log").read_text().split()
@@ -69,14 +69,14 @@ def test_output_is_appended_and_the_exit_code_is_recorded(tmp_path: Path) -> Non
 
 
 def test_a_step_killed_by_a_signal_records_its_negative_number(tmp_path: Path) -> None:
-    step = LocalLauncher().start(spec(tmp_path, *python("import time; time.sleep(60)")))
+    step = start_local(spec(tmp_path, *python("import time; time.sleep(60)")))
     step.kill()
     assert wait_for_end(step) == -signal.SIGKILL
     assert (tmp_path / "engine-0.exit").read_text() == "-9\n"
 
 
 def test_terminate_after_an_unseen_end_is_harmless(tmp_path: Path) -> None:
-    step = LocalLauncher().start(spec(tmp_path, *python("raise SystemExit(4)")))
+    step = start_local(spec(tmp_path, *python("raise SystemExit(4)")))
     os.waitid(os.P_PID, step.pid, os.WEXITED | os.WNOWAIT)
     step.terminate()
     assert step.poll() == 4
@@ -86,7 +86,7 @@ def test_terminate_after_an_unseen_end_is_harmless(tmp_path: Path) -> None:
 
 
 def test_a_program_that_does_not_exist_ends_with_a_reason_in_the_log(tmp_path: Path) -> None:
-    step = LocalLauncher().start(spec(tmp_path, "/no/such/python"))
+    step = start_local(spec(tmp_path, "/no/such/python"))
     assert wait_for_end(step) == 1
     log = (tmp_path / "engine-0.log").read_text()
     assert log == "cannot start /no/such/python: No such file or directory\n"
@@ -103,7 +103,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"],
 print(child.pid, flush=True)
 time.sleep(60)
 """
-    step = LocalLauncher().start(spec(tmp_path, *python(code)))
+    step = start_local(spec(tmp_path, *python(code)))
     child = int(wait_for_line(tmp_path / "engine-0.log"))
     step.kill()
     wait_for_end(step)
@@ -117,7 +117,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 print(child.pid, flush=True)
 os._exit(1)
 """
-    step = LocalLauncher().start(spec(tmp_path, *python(code)))
+    step = start_local(spec(tmp_path, *python(code)))
     assert wait_for_end(step) == 1
     wait_until_gone(int(wait_for_line(tmp_path / "engine-0.log")))
 
@@ -130,9 +130,9 @@ def test_a_step_dies_with_its_killed_starter_even_if_it_ignores_term(tmp_path: P
     starter = f"""
 import os, sys, time
 from pathlib import Path
-from slurm_grpo.slurm.steps import LocalLauncher, StepSpec
+from slurm_grpo.slurm.steps import StepSpec, start_local
 here = Path({str(tmp_path)!r})
-LocalLauncher().start(StepSpec(peer="engine-0", argv=(sys.executable, "-c", {role!r}),
+start_local(StepSpec(peer="engine-0", argv=(sys.executable, "-c", {role!r}),
                                env=dict(os.environ), log=here / "log", exit_file=here / "exit"))
 time.sleep(60)
 """

@@ -1,0 +1,137 @@
+"""What a batch job runs: one attempt with steps in its allocation, then end, fail or come back.
+
+Submitit calls `run_batch` for a single job; an array element runs this module, since it cannot wait
+for Submitit's pickle. The supervisor's words go to the job's output. Knows nothing of how a run was
+submitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from slurm_grpo.checkpoint_dirs import latest_complete
+from slurm_grpo.config import Config
+from slurm_grpo.config_io import read_frozen
+from slurm_grpo.errors import ConfigError, ExitCode, SlurmGrpoError
+from slurm_grpo.outcome import Ending
+from slurm_grpo.rundir import RunDir
+from slurm_grpo.slurm.allocation import Allocation, read_allocation
+from slurm_grpo.slurm.requeue import Act, next_act, requeue
+from slurm_grpo.slurm.srun_steps import SrunLauncher
+from slurm_grpo.summary import Summary
+from slurm_grpo.supervisor import supervise
+
+_REQUEUED_S = 60.0
+"""Longest wait for Slurm to end a process that asked to be requeued."""
+_COLUMNS = 120
+
+
+class RunFailed(SlurmGrpoError):
+    """The run is over without being finished; the text ends with what the failing role said."""
+
+
+def run_batch(run_dir: str, *, role_modules: dict[str, str] | None = None) -> Summary:
+    """Run the next attempt in this job; the summary of a run that is finished or was stopped.
+
+    A job that goes back into the queue, or is cancelled, leaves no result: Slurm ends the process.
+    Raises SlurmGrpoError, with the end of the failing role's log, when the run failed.
+    """
+    run = RunDir(Path(run_dir))
+    cfg = read_frozen(run.config)
+    allocation = read_allocation()
+    before = latest_complete(run) or 0
+    try:
+        outcome = supervise(
+            run,
+            cfg,
+            SrunLauncher(cfg, allocation),
+            console=Console(width=_COLUMNS),
+            role_modules=role_modules,
+        )
+    finally:
+        _tear_down(cfg)
+    act, why = next_act(
+        outcome,
+        has_new_checkpoint=(latest_complete(run) or 0) > before,
+        n_left=cfg.cluster.max_requeues - allocation.restart_count,
+    )
+    _say(f"job {allocation.reference}: {act.value}: {why}")
+    if act is Act.REQUEUE:
+        _come_back(allocation, run)
+    if outcome.ending in (Ending.CANCELLED, Ending.REPLACED):
+        sys.exit(outcome.exit_code)
+    if act is Act.FAIL:
+        error = RunFailed(outcome.explanation)
+        error.exit_code = outcome.exit_code
+        raise error
+    summary: Summary = json.loads(run.summary.read_text())
+    return summary
+
+
+def run_element(sweep_dir: Path) -> Summary:
+    """Run the sweep's element that this array task is. Raises ConfigError, and like `run_batch`."""
+    index = os.environ.get("SLURM_ARRAY_TASK_ID")
+    manifest = sweep_dir / "manifest.json"
+    elements = {str(e["index"]): e for e in json.loads(manifest.read_text())["elements"]}
+    if index not in elements:
+        raise ConfigError(
+            f"SLURM_ARRAY_TASK_ID: {index} is no element of {manifest}; expected one of "
+            f"{', '.join(elements)}. Submit the sweep's script with --array."
+        )
+    return run_batch(str(sweep_dir / elements[index]["run_dir"]))
+
+
+def _come_back(allocation: Allocation, run: RunDir) -> None:
+    """Requeue this job and wait for the end that Slurm prepares; raises when none comes."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    complaint = requeue(allocation).strip()
+    time.sleep(_REQUEUED_S)
+    raise SlurmGrpoError(
+        f"job {allocation.reference}: could not be requeued: {complaint or 'still running'}. Its "
+        f"last checkpoint is whole; continue with `slurm-grpo resume {run.root}`."
+    )
+
+
+def _tear_down(cfg: Config) -> None:
+    """Run site.teardown, whatever comes of it."""
+    if cfg.site.teardown:
+        done = subprocess.run(["bash", "-c", "\n".join(cfg.site.teardown)], check=False)
+        if done.returncode:
+            _say(f"site.teardown: exit code {done.returncode}")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+    sys.stdout.flush()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m slurm_grpo.batch --sweep SWEEP_DIR` or `--run RUN_DIR`; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m slurm_grpo.batch")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--sweep", type=Path, metavar="SWEEP_DIR", help="run this task's element")
+    what.add_argument("--run", metavar="RUN_DIR", help="run the next attempt of a run")
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.sweep is not None:
+            run_element(arguments.sweep)
+        else:
+            run_batch(arguments.run)
+    except SlurmGrpoError as error:
+        _say(f"error: {error}")
+        return error.exit_code
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

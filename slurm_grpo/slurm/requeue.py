@@ -1,0 +1,131 @@
+"""Whether a job comes back after an attempt, and what Slurm is asked and told for that.
+
+The table is `next_act`, pure. The rest asks squeue and scontrol about this job: why it was told to
+end, whether an earlier life left steps behind; and puts it back into the queue. Called a few times
+in a job's life, never periodically.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import time
+from enum import Enum
+
+from slurm_grpo.errors import DeadlineExceeded, ExitCode, SlurmUnavailable
+from slurm_grpo.outcome import Ending, Outcome
+from slurm_grpo.slurm.allocation import Allocation
+from slurm_grpo.slurm.queue import job_states
+
+log = logging.getLogger(__name__)
+
+LEFTOVERS_S = 120.0
+"""Longest wait for the end of an earlier life's steps."""
+_POLL_S = 2.0
+
+
+class Act(Enum):
+    """What a job does after an attempt."""
+
+    END = "end"
+    FAIL = "fail"
+    REQUEUE = "requeue"
+
+
+def next_act(outcome: Outcome, *, has_new_checkpoint: bool, n_left: int) -> tuple[Act, str]:
+    """What follows from how an attempt ended, and why, in a sentence.
+
+    `has_new_checkpoint`: one was completed since the attempt began. `n_left`: requeues that
+    cluster.max_requeues still allows.
+    """
+    match outcome.ending:
+        case Ending.FINISHED:
+            return Act.END, "the run is finished"
+        case Ending.SIGNALLED | Ending.REPLACED:
+            return Act.END, outcome.error or outcome.ending.value
+        case Ending.CANCELLED:
+            return Act.FAIL, "cancelled, and stays so"
+        case Ending.FAILED if outcome.exit_code != ExitCode.INFRASTRUCTURE:
+            return Act.FAIL, "another attempt would fail in the same way"
+        case Ending.FAILED if not has_new_checkpoint:
+            return Act.FAIL, "no checkpoint was completed in this attempt, so another may not help"
+    if n_left <= 0:
+        return Act.FAIL, "it has been requeued cluster.max_requeues times"
+    return Act.REQUEUE, f"{outcome.ending.value}; continuing from the last checkpoint"
+
+
+def why_told_to_end(allocation: Allocation) -> tuple[Ending, str]:
+    """What SIGTERM means, by Slurm's account, and a sentence on it.
+
+    BOUNDARY: preempted, with time left. SIGNALLED when Slurm knows of no reason, or does not
+    answer: a cancelled job must not come back by mistake.
+    """
+    try:
+        states = job_states([allocation.reference])[allocation.reference]
+    except SlurmUnavailable as error:
+        return Ending.SIGNALLED, f"told to end, and Slurm does not say why: {error}"
+    words = ", ".join(f"component {s.component} {s.state}, reason {s.reason}" for s in states)
+    if any(s.reason == "TimeLimit" or s.state == "TIMEOUT" for s in states):
+        return Ending.TIME_LIMIT, f"the time limit is reached ({words})"
+    if all(s.state == "RUNNING" for s in states):
+        if _is_preempted(allocation):
+            return Ending.BOUNDARY, "Slurm wants the nodes for another job"
+        return Ending.SIGNALLED, f"told to end by a person ({words})"
+    return Ending.CANCELLED, f"Slurm is ending the job ({words})"
+
+
+def _is_preempted(allocation: Allocation) -> bool:
+    shown = _ask("scontrol", "show", "job", "-o", allocation.reference)
+    times = re.findall(r"\bPreemptTime=(\S+)", shown)
+    return any(time != "None" for time in times)
+
+
+def end_leftover_steps(allocation: Allocation) -> None:
+    """End the steps that an earlier life of this job left on its components, and see them gone.
+
+    The loss of the leader's node restarts the leader alone: the tasks of component 1 go on, and the
+    next srun there would hang. Raises DeadlineExceeded.
+    """
+    deadline = time.monotonic() + LEFTOVERS_S
+    while left := _leftover_steps(allocation):
+        log.warning("ending steps that an earlier life of this job left: %s", ", ".join(left))
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"job {allocation.reference}: steps {', '.join(left)} of an earlier life do not "
+                f"end within {LEFTOVERS_S:.0f} s. Look at their nodes: `squeue -s -j "
+                f"{allocation.job_id} -o '%i %N'`; then resume the run."
+            )
+        _ask("scancel", "--signal=KILL", *left)
+        time.sleep(_POLL_S)
+
+
+def _leftover_steps(allocation: Allocation) -> list[str]:
+    ids = ",".join(component.job_id for component in allocation.components)
+    # Numbered ones: not J.batch, J.extern.
+    return re.findall(r"^\d+\.\d+$", _ask("squeue", "-h", "-s", "-j", ids, "-o", "%i"), re.M)
+
+
+def requeue(allocation: Allocation) -> str:
+    """Put this job back into the queue; Slurm then ends this process, so it comes last.
+
+    Returns what scontrol complained about, for a job that is still here afterwards.
+    """
+    return _ask("scontrol", "requeue", allocation.reference)
+
+
+def _ask(*command: str) -> str:
+    """Output and complaints of a Slurm command, whatever its exit code."""
+    env = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not k.startswith("SLURM_")}
+    try:
+        done = subprocess.run(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=60,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.warning("%s: %s", " ".join(command), error)
+        return ""
+    if done.returncode:
+        log.warning("%s: %s", " ".join(command), done.stdout.strip())
+    return done.stdout
