@@ -55,8 +55,11 @@ def role_environment(
     control: str,
 ) -> dict[str, str]:
     """Environment of the process `peer`; `control` is the control plane's address, `base` the
-    supervisor's own."""
-    env = {name: value for name, value in base.items() if not is_leftover(name)}
+    supervisor's own.
+
+    On Slurm, what depends on the node is added there (`task_entry.py`).
+    """
+    env = clean_environment(base)
     role, _, index = peer.rpartition("-")
     threads = cfg.trainer.threads if role == "trainer" else cfg.generator.threads
     python_path = [str(PACKAGE_ROOT), *filter(None, [env.get("PYTHONPATH")])]
@@ -90,11 +93,7 @@ def role_environment(
 
 def clean_environment(base: Mapping[str, str]) -> dict[str, str]:
     """`base` without what a surrounding job, step or launcher has put there."""
-    return {
-        name: value
-        for name, value in base.items()
-        if name in _KEPT or not (name.startswith(_LEFTOVER_PREFIXES) or name in _LEFTOVERS)
-    }
+    return {name: value for name, value in base.items() if not is_leftover(name)}
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:

@@ -89,10 +89,12 @@ class SrunLauncher:
             for name, value in os.environ.items()
             if name in _FOR_SRUN or name.startswith("SLURM_JOB_ID_HET_GROUP_")
         }
+        # The supervisor's GPUs are its node's alone.
+        common = {k: v for k, v in specs[0].env.items() if k != "CUDA_VISIBLE_DEVICES"}
         process = StepSpec(
             peer=f"srun-{name}",
             argv=srun_command(self._cfg, self._allocation, name, seats, tasks),
-            env={**specs[0].env, **environment},
+            env={**common, **environment},
             log=self._attempt.log(f"srun-{name}"),
             exit_file=self._attempt.exit_code(f"srun-{name}"),
         )

@@ -15,16 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import runs
+from same_runs import assert_same_run, assert_trained_once, losses, trained_groups
 from sync_peers import engine_settings, peers
 
 from slurm_grpo.checkpoint_dirs import complete_steps
 from slurm_grpo.errors import ExitCode
-from slurm_grpo.metrics import read_run_metrics
 from slurm_grpo.proctree import descendants, start_ticks
 from slurm_grpo.rundir import RunDir
-from slurm_grpo.staging.manifest import Manifest, read_manifest
-from slurm_grpo.staging.shards import list_shards, read_groups, read_ref
-from slurm_grpo.types import Group
+from slurm_grpo.staging.shards import list_shards
 
 ModelDir = Callable[[], Path]
 
@@ -59,49 +57,6 @@ EXPECTED_METRICS = {
     "trainer/step_s",
     "trainer/memory_bytes",
 }
-
-
-def manifests(run: RunDir) -> list[Manifest]:
-    return [read_manifest(path) for path in sorted(run.manifests.glob("*.json"))]
-
-
-def trained_groups(run: RunDir) -> dict[int, Group]:
-    """By group id, what the last manifest of each step trained on."""
-    last = {m.step: m for m in sorted(manifests(run), key=lambda m: (m.step, m.attempt))}
-    found: dict[int, Group] = {}
-    for manifest in last.values():
-        for group_id, path in manifest.groups:
-            ref = read_ref(run, path)
-            found[group_id] = read_groups(run, ref, [group_id])[0]
-    return found
-
-
-def assert_trained_once(run: RunDir, n_groups: int) -> None:
-    """Every group in exactly one step of the run as it counts."""
-    last = {m.step: m for m in sorted(manifests(run), key=lambda m: (m.step, m.attempt))}
-    ids = [group_id for m in last.values() for group_id, _ in m.groups]
-    assert len(ids) == len(set(ids)) == n_groups
-
-
-def losses(run: RunDir) -> dict[int, float]:
-    return {
-        r["step"]: r["trainer/loss"]
-        for r in read_run_metrics(run, "trainer")
-        if "trainer/loss" in r
-    }
-
-
-def assert_same_run(run: RunDir, reference: RunDir) -> None:
-    """Bit for bit in token ids, log-probabilities, versions, rewards, advantages and losses."""
-    assert losses(run) == losses(reference)
-    ours, theirs = trained_groups(run), trained_groups(reference)
-    assert ours.keys() == theirs.keys()
-    for group_id, group in theirs.items():
-        for mine, other in zip(ours[group_id], group, strict=True):
-            for column in ("token_ids", "logprobs", "policy_versions"):
-                a, b = getattr(mine.completion, column), getattr(other.completion, column)
-                assert np.array_equal(a, b), (group_id, mine.sample_index, column)
-            assert (mine.reward, mine.advantage) == (other.reward, other.advantage)
 
 
 def processes(run: RunDir, submit: subprocess.Popen[bytes]) -> set[tuple[int, int]]:
