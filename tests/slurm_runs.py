@@ -20,12 +20,11 @@ from slurm_grpo.rundir import RunDir
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 
-CLUSTER: dict[str, Any] = {
+HET = {"generators": {"partition": "gen"}, "trainers": {"partition": "train"}}
+SPLIT = {"allocation": "split", "shared": {"partition": "all"}}
+_COMMON: dict[str, Any] = {
     "cluster": {
         "kind": "slurm",
-        "generators": {"partition": "gen"},
-        "trainers": {"partition": "train"},
-        "shared": {"partition": "all"},
         "time_limit": "10",
         "signal_s": 60,
         "heartbeat_timeout_s": 20,
@@ -113,8 +112,15 @@ class SlurmRun:
             raise AssertionError(f"{error}\n{self.explain()}") from None
 
 
-def write_config(folder: Path, model: Path, changes: dict[str, Any] | None = None) -> Path:
-    return runs.write_config(folder, model, runs.merge(CLUSTER, changes or {}))
+def write_config(
+    folder: Path,
+    model: Path,
+    changes: dict[str, Any] | None = None,
+    allocation: dict[str, Any] = HET,
+) -> Path:
+    """Like `runs.write_config`, for the test cluster."""
+    base = runs.merge(_COMMON, {"cluster": allocation})
+    return runs.write_config(folder, model, runs.merge(base, changes or {}))
 
 
 def submit(cluster: Cluster, config: Path, *overrides: str) -> SlurmRun:
