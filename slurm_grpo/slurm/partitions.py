@@ -11,22 +11,31 @@ import functools
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from slurm_grpo.config import Config, NodesConfig
+from slurm_grpo.slurm.allocation import expand_hosts
 from slurm_grpo.slurm.durations import limit_seconds
-from slurm_grpo.slurm.script import cpus_per_node, node_groups
+from slurm_grpo.slurm.script import cpus_per_node, flag_name, node_groups
 from slurm_grpo.slurm.submit_env import clean_environment
 
+Found: TypeAlias = Iterator[tuple[tuple[str, ...], str]]
+
 _TIMEOUT_S = 5.0
+_SIZES = frozenset(
+    "partition nodes cpus-per-task mem mem-per-cpu gres gpus-per-node constraint time".split()
+)
+"""Flags that decide what fits: where a site or a group has its own words for them, nothing is
+refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeKind:
     """Some equal nodes."""
 
-    n_nodes: int
+    hosts: frozenset[str]
     cpus: int
     mem_mib: int
     gpus: int
@@ -46,7 +55,7 @@ class Partition:
 @functools.cache
 def read_partitions() -> dict[str, Partition]:
     """Partitions by name; empty where Slurm is not there or does not answer."""
-    command = ["sinfo", "-h", "-a", "-e", "-o", "%P|%l|%D|%c|%m|%G|%f"]
+    command = ["sinfo", "-h", "-a", "-e", "-o", "%P|%l|%N|%c|%m|%G|%f"]
     try:
         done = subprocess.run(
             command,
@@ -61,13 +70,13 @@ def read_partitions() -> dict[str, Partition]:
         return {}
     found: dict[str, Partition] = {}
     for line in done.stdout.splitlines():
-        name, limit, n_nodes, cpus, mem, gres, features = line.split("|")
+        name, limit, hosts, cpus, mem, gres, features = line.split("|")
         partition = found.setdefault(
             name.removesuffix("*"),
             Partition(is_default=name.endswith("*"), limit_s=limit_seconds(limit)),
         )
         kind = NodeKind(
-            n_nodes=int(n_nodes),
+            hosts=frozenset(expand_hosts(hosts)),
             cpus=int(cpus),
             mem_mib=int(mem),
             gpus=_gpus(gres),
@@ -77,61 +86,105 @@ def read_partitions() -> dict[str, Partition]:
     return found
 
 
-def impossible_requests(
-    cfg: Config, partitions: dict[str, Partition]
-) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(keys, text) for each group of nodes that no partition it names can ever give."""
-    limit_s = limit_seconds(cfg.cluster.time_limit) or 0
-    default = next((name for name, p in partitions.items() if p.is_default), "")
-    for (key, nodes), cpus in zip(node_groups(cfg).items(), cpus_per_node(cfg), strict=True):
-        names = (nodes.partition or default).split(",")
-        if unknown := [name for name in names if name not in partitions]:
+def impossible_requests(cfg: Config, partitions: Mapping[str, Partition]) -> Found:
+    """(keys, text) for each request that the partitions it names can never give."""
+    asked = zip(node_groups(cfg).items(), cpus_per_node(cfg), strict=True)
+    requests = [
+        _Request(cfg, key, nodes, cpus, partitions)
+        for (key, nodes), cpus in asked
+        if not _SIZES & {*cfg.site.remove_flags, *map(flag_name, (*cfg.site.flags, *nodes.flags))}
+    ]
+    found = [problem for request in requests for problem in request.problems()]
+    yield from found
+    if len(requests) == 2 and not found:
+        yield from _together(*requests)
+
+
+class _Request:
+    """What one group of nodes asks of its partitions."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        key: str,
+        nodes: NodesConfig,
+        cpus: int,
+        partitions: Mapping[str, Partition],
+    ) -> None:
+        default = next((name for name, p in partitions.items() if p.is_default), "")
+        self._cfg, self._key, self.nodes, self._cpus = cfg, key, nodes, cpus
+        self._known = sorted(partitions)
+        self._names = (nodes.partition or default).split(",")
+        self._chosen = [partitions[name] for name in self._names if name in partitions]
+        self._fitting = [
+            frozenset[str]().union(*(kind.hosts for kind in p.kinds if self._fits(kind)))
+            for p in self._chosen
+        ]
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Those that could be its nodes."""
+        return frozenset[str]().union(*self._fitting)
+
+    def problems(self) -> Found:
+        key, nodes, names = self._key, self.nodes, ",".join(self._names)
+        if len(self._chosen) < len(self._names):
+            given = names or "none given, and the cluster has no default"
             yield (
                 (f"{key}.partition",),
-                f"{key}.partition: {unknown[0] or 'none given, and the cluster has no default'}; "
-                f"expected one of {', '.join(sorted(partitions))}. Choose one of them.",
+                f"{key}.partition: {given}; expected one of {', '.join(self._known)}. Choose one "
+                "of them.",
             )
-            continue
-        chosen = [partitions[name] for name in names]
-        limits = [p.limit_s for p in chosen]
-        if limit_s > (longest := max((s for s in limits if s is not None), default=0)) and (
-            None not in limits
-        ):
+            return
+        limits = [limit for p in self._chosen if (limit := p.limit_s) is not None]
+        asked_s = limit_seconds(self._cfg.cluster.time_limit) or 0
+        if len(limits) == len(self._chosen) and asked_s > max(limits):
             yield (
                 ("cluster.time_limit", f"{key}.partition"),
-                f"cluster.time_limit: {cfg.cluster.time_limit} is more than the {longest // 60} "
-                f"minutes that partition {nodes.partition or default} allows. Lower it: the run "
+                f"cluster.time_limit: {self._cfg.cluster.time_limit} is more than the "
+                f"{max(limits) // 60} minutes that partition {names} allows. Lower it: the run "
                 "requeues itself and continues.",
             )
-        fitting = [sum(k.n_nodes for k in p.kinds if _fits(cfg, k, nodes, cpus)) for p in chosen]
-        if max(fitting) < nodes.nodes:
+        if nodes.nodes > (n_fitting := max(map(len, self._fitting))):
             mem = f", {nodes.mem_gib} GiB" if nodes.mem_gib else ""
+            inventory = ", ".join(
+                f"{len(k.hosts)} x ({k.cpus} CPUs, {k.gpus} GPUs, {k.mem_mib / 1024:.0f} GiB)"
+                for p in self._chosen
+                for k in p.kinds
+            )
             yield (
                 (f"{key}.nodes", f"{key}.partition"),
-                f"{key}.nodes: {nodes.nodes} node(s) with {cpus} CPUs, {nodes.gpus_per_node} "
-                f"GPUs{mem} each, but partition {nodes.partition or default} has {max(fitting)} "
-                f"such node(s): {_inventory(chosen)}. The job would wait for ever. Ask for less, "
-                "or for another partition.",
+                f"{key}.nodes: {nodes.nodes} node(s) with {self._cpus} CPUs, {nodes.gpus_per_node} "
+                f"GPUs{mem} each, but partition {names} has {n_fitting} such node(s): {inventory}. "
+                "The job would wait for ever. Ask for less, or for another partition.",
             )
 
+    def _fits(self, kind: NodeKind) -> bool:
+        nodes, site = self.nodes, self._cfg.site
+        feature = nodes.constraint or ""
+        return (
+            kind.cpus >= self._cpus
+            and (site.gpu_flag == "none" or kind.gpus >= nodes.gpus_per_node)
+            and (site.mem_flag == "none" or kind.mem_mib >= (nodes.mem_gib or 0) * 1024)
+            # Anything but a single word is Slurm's to judge.
+            and (not re.fullmatch(r"[\w.-]+", feature) or feature in kind.features)
+        )
 
-def _fits(cfg: Config, kind: NodeKind, nodes: NodesConfig, cpus: int) -> bool:
-    constraint = nodes.constraint or ""
-    has_feature = not re.fullmatch(r"[\w.-]+", constraint) or constraint in kind.features
-    has_gpus = cfg.site.gpu_flag == "none" or kind.gpus >= nodes.gpus_per_node
-    has_mem = cfg.site.mem_flag == "none" or kind.mem_mib >= (nodes.mem_gib or 0) * 1024
-    return has_feature and has_gpus and has_mem and kind.cpus >= cpus
+
+def _together(first: _Request, second: _Request) -> Found:
+    """Slurm gives the components of a heterogeneous job different nodes, whatever they hold."""
+    n_asked, n_hosts = first.nodes.nodes + second.nodes.nodes, len(first.hosts | second.hosts)
+    if n_asked > n_hosts:
+        yield (
+            ("cluster.trainers.nodes", "cluster.generators.nodes"),
+            f"cluster.trainers.nodes: {second.nodes.nodes} and cluster.generators.nodes: "
+            f"{first.nodes.nodes} are {n_asked} nodes, but their partitions have {n_hosts} such "
+            "node(s) together, and two components never share one. The job would wait for ever. "
+            "Ask for less, for another partition, or use cluster.allocation = split.",
+        )
 
 
 def _gpus(gres: str) -> int:
     """GPUs in `gpu:a100:4(S:0-1),nvme:1`."""
     counts = re.findall(r"(?:^|,)gpu(?::[^:,()]+)??(?::(\d+))?(?=[(,]|$)", gres)
     return sum(int(count or 1) for count in counts)
-
-
-def _inventory(partitions: list[Partition]) -> str:
-    return ", ".join(
-        f"{k.n_nodes} x ({k.cpus} CPUs, {k.gpus} GPUs, {k.mem_mib / 1024:.0f} GiB)"
-        for p in partitions
-        for k in p.kinds
-    )

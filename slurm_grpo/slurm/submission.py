@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from submitit.core.utils import UncompletedJobError
 
+from slurm_grpo.batch import run_batch
 from slurm_grpo.config import Config
 from slurm_grpo.errors import ConfigError, ExitCode, JobFailed
 from slurm_grpo.fsio import storage_errors, write_durably
@@ -59,7 +59,7 @@ def submit_run(run: RunDir, cfg: Config) -> Submission:
     with _new_job_dir(run) as job_dir:
         code_dir = job_dir / "code"
         snapshot_package(code_dir)
-        job = RunExecutor(job_dir, cfg, code_dir).submit_run(_run_batch, run.root)
+        job = RunExecutor(job_dir, cfg, code_dir).submit_run(run_batch, run.root)
     write_durably(job_dir / "job_id", f"{job.job_id}\n".encode())
     (job_dir / "batch.sh").symlink_to(job.paths.submission_file.name)
     with contextlib.suppress(FileExistsError):  # the number of an earlier submission
@@ -104,12 +104,6 @@ def wait_for_end(submission: Submission) -> int:
     except UncompletedJobError as error:
         raise JobFailed(f"job {job.job_id} failed. {error}") from None
     return ExitCode.OK if summary["status"] == "done" else ExitCode.STOPPED
-
-
-def _run_batch(run_dir: str) -> dict[str, Any]:
-    from slurm_grpo.batch import run_batch  # the supervisor, which a login node does without
-
-    return run_batch(run_dir)
 
 
 def _next_number(run: RunDir) -> int:

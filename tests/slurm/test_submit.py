@@ -30,6 +30,7 @@ pytestmark = pytest.mark.slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBMIT = ROOT / "launch/submit.py"
+TWO_ENGINES = ["--generator.n_engines", 2]
 SLEEP = "exec sleep 120"
 Submit = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -154,6 +155,10 @@ def _refusing(tmp_path: Path) -> Path:
         (["--cluster.trainers.gpus_per_node", 5], "partition train has 0 such node(s)"),
         (["--cluster.trainers.partition", "tarin"], "tarin; expected one of all, early, gen"),
         (["--cluster.time_limit", "2-0"], "more than the 60 minutes that partition gen allows"),
+        (
+            ["--cluster.trainers.partition", "gen", "--cluster.generators.nodes", 2, *TWO_ENGINES],
+            "are 3 nodes, but their partitions have 2 such node(s) together",
+        ),
         (["--generator.n_engines", 2], "2 engines x tensor_parallel 1 = 2 GPUs"),
     ],
 )

@@ -105,15 +105,21 @@ def test_a_cluster_section_does_not_hinder_a_local_run() -> None:
     assert list(check_cluster(Config(cluster=cluster))) == []
 
 
-def kinds(n_nodes: int = 2, **values: int) -> NodeKind:
-    features = frozenset(["nvlink", "hdr"])
-    size = {"cpus": 8, "mem_mib": 16000, "gpus": 2} | values
-    return NodeKind(n_nodes=n_nodes, features=features, **size)
+def kinds(*hosts: str, cpus: int = 8, mem_mib: int = 16000, gpus: int = 2) -> NodeKind:
+    return NodeKind(
+        hosts=frozenset(hosts),
+        cpus=cpus,
+        mem_mib=mem_mib,
+        gpus=gpus,
+        features=frozenset(["nvlink", "hdr"]),
+    )
 
 
 PARTITIONS = {
-    "gen": Partition(is_default=True, limit_s=3600, kinds=[kinds()]),
-    "train": Partition(is_default=False, limit_s=None, kinds=[kinds(gpus=0), kinds(gpus=4)]),
+    "gen": Partition(is_default=True, limit_s=3600, kinds=[kinds("g1", "g2", "g3")]),
+    "train": Partition(
+        is_default=False, limit_s=None, kinds=[kinds("t1", "t2", gpus=0), kinds("t3", "t4", gpus=4)]
+    ),
 }
 
 
@@ -123,7 +129,11 @@ PARTITIONS = {
         ({}, None),
         ({"partition": "gen,train", "nodes": 2}, None),
         ({"partition": "gpu"}, "cluster.trainers.partition: gpu; expected one of gen, train"),
-        ({"nodes": 3}, "cluster.trainers.nodes: 3 node(s) with 2 CPUs, 0 GPUs each"),
+        (
+            {"nodes": 3},
+            "3 and cluster.generators.nodes: 1 are 4 nodes, but their partitions have 3",
+        ),
+        ({"nodes": 4}, "cluster.trainers.nodes: 4 node(s) with 2 CPUs, 0 GPUs each"),
         ({"partition": "train", "gpus_per_node": 4, "nodes": 2}, None),
         ({"partition": "train", "gpus_per_node": 4, "nodes": 3}, "partition train has 2 such"),
         ({"partition": "train", "gpus_per_node": 5}, "partition train has 0 such node(s): 2 x (8"),
@@ -132,6 +142,7 @@ PARTITIONS = {
         ({"constraint": "nvlink"}, None),
         ({"constraint": "nvlink&hdr"}, None),
         ({"constraint": "a100"}, "partition gen has 0 such"),
+        ({"constraint": "a100", "flags": ("--constraint=hdr",)}, None),
     ],
 )
 def test_a_request_that_would_wait_for_ever_is_named(
