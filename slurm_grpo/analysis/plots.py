@@ -101,9 +101,10 @@ def histogram(title: str, samples: Mapping[str, Sequence[float]], xlabel: str) -
     with _Chart(title, xlabel) as chart:
         joined = np.concatenate([np.asarray(values, float) for values in samples.values()])
         bins: Any = np.histogram_bin_edges(joined, bins=24)
-        if (joined == np.round(joined)).all():  # whole numbers: bins between them, equally many
-            width = max(1, -(-int(np.ptp(joined) + 1) // 24))
-            bins = np.arange(joined.min(), joined.max() + width + 1, width) - 0.5
+        if (joined == np.round(joined)).all():  # bins around whole numbers, equally many in each
+            low, high = joined.min(), max(joined.max(), joined.min() + 4)
+            width = max(1, -(-int(high - low + 1) // 24))
+            bins = np.arange(low, high + width + 1, width) - 0.5
         for (name, values), colour in zip(samples.items(), SERIES, strict=False):
             counts, _ = np.histogram(values, bins)
             share = counts / max(1, counts.sum())
@@ -189,12 +190,20 @@ class _Chart:
         from matplotlib.ticker import MaxNLocator
 
         self.axes.set_xlabel(self._xlabel)
-        self.axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+        low, high = self.axes.dataLim.intervalx
+        if high - low < 1:  # a single step
+            self.axes.set_xlim(low - 1, high + 1)
+        if tuple(self.axes.dataLim.intervaly) == (0, 0):
+            self.axes.set_ylim(0, 1)
+        self.axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
         if grid:
             self.axes.grid(axis="y", alpha=0.35, linewidth=0.6)
             self.axes.set_axisbelow(True)
         if legend:
-            self._figure.legend(loc="outside upper left", ncols=3, handlelength=1.4)
+            labels = self.axes.get_legend_handles_labels()[1]
+            # What fits a line of the figure's width, as a rule of thumb.
+            ncols = max(1, min(len(labels), 62 // (max(map(len, labels)) + 6)))
+            self._figure.legend(loc="outside upper left", ncols=ncols, handlelength=1.4)
         self.svg = inline_svg(self._figure, self._title)
 
 

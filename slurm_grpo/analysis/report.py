@@ -82,7 +82,7 @@ def build_report(facts: Facts) -> str:
         "Answers": episodes_html(facts),
         "Length": _figures(charts.length_charts(facts)),
         "On-policy": _figures(charts.policy_charts(facts)),
-        "Optimizer": _figures(charts.optimizer_charts(facts)),
+        "Training": _figures(charts.training_charts(facts)),
         "Time": _figures(charts.time_charts(facts)),
         "Steps": _steps(facts),
         "Attempts": _attempts(facts),
@@ -135,31 +135,26 @@ Card = tuple[str, str, list[str]]
 
 
 def _is_learning(facts: Facts) -> Card:
-    lines, big = [], ""
+    answers: list[tuple[str, str]] = []
     for name, points in facts.evaluations.items():
         words = f"{name.replace('_', '-')} {points['metric']}"
-        pair = _arrow(points["before"], points["after"])
-        if facts.score is None and not big:
-            big, words = pair, f"{words}, before and after training"
-            lines.append(_paragraph(words))
+        if None in (points["before"], points["after"]):
+            when = "before training" if points["after"] is None else "after the last evaluated step"
+            known = points["before"] if points["after"] is None else points["after"]
+            answers.append((_number(known), f"{words} {when}"))
         else:
-            lines.append(_paragraph(f"{words} {pair}"))
+            answers.append((_arrow(points["before"], points["after"]), f"{words}, first and last"))
     change = facts.change()
     if change is not None:
-        text = f"reward {_arrow(change.early, change.late)}, {_difference(change)}"
-        big, lines = (
-            (big, [*lines, _paragraph(text)])
-            if big
-            else (
-                _arrow(change.early, change.late),
-                [_paragraph(f"reward, {_difference(change)}"), *lines],
-            )
-        )
-        lines.append(_paragraph("earliest against latest fifth of the policies", "small"))
-    if not big:
-        rewards = facts.episodes["reward"].dropna()
-        big = _number(rewards.mean() if len(rewards) else None)
-        lines.append(_paragraph("mean reward; one policy so far, nothing to compare", "small"))
+        words = f"reward, earliest and latest fifth of the policies: {_difference(change)}"
+        answers.append((_arrow(change.early, change.late), words))
+    elif len(facts.episodes):
+        mean = _number(facts.episodes["reward"].mean())
+        answers.append((mean, "mean reward; one policy so far, nothing to compare with"))
+    if facts.score is not None:
+        answers.reverse()  # evaluations were judged by the run's own scorer
+    big, words = answers[0] if answers else ("-", "no episodes and no evaluation")
+    lines = [_paragraph(words), *(_paragraph(f"{value} {words}") for value, words in answers[1:])]
     return "Is it learning?", big, lines
 
 
@@ -237,8 +232,9 @@ def _notes(facts: Facts) -> str:
     if not facts.steps:
         notes.append("No step has been taken yet; most of this page is empty.")
     if not facts.evaluations:
-        why = "is 0" if config.get("evaluation.n_prompts") == 0 else "has had no effect yet"
-        notes.append(f"No evaluation on held-out prompts: evaluation.n_prompts {why}.")
+        off = config.get("evaluation.n_prompts") == 0
+        why = "is turned off (evaluation.n_prompts: 0)" if off else "has not happened yet"
+        notes.append(f"An evaluation on held-out prompts {why}.")
     if index.n_gone:
         notes.append(
             f"{index.n_gone:,} prompts that were trained on are no longer on disk (retention); "
@@ -255,7 +251,7 @@ def _notes(facts: Facts) -> str:
     if config.get("run.replay_of"):
         notes.append(
             "A replay: episodes, their lengths and rewards are the replayed run's, and no engine "
-            "ran. What is this run's own is under Optimizer and On-policy."
+            "ran. What is this run's own is under On-policy and Training."
         )
     if not notes:
         return ""
@@ -322,7 +318,7 @@ def _attempts(facts: Facts) -> str:
         )
     if not rows:
         return '<p class="missing">No attempt has begun.</p>'
-    header = ["attempt", "ended", "began", "took", "from", "memory", "host", "ended oddly"]
+    header = ["attempt", "ended", "began", "took", "from", "memory", "host", "exit codes but 0"]
     return _table([*header, "versions"], rows, texts=True)
 
 
@@ -404,6 +400,8 @@ def _percent(share: float) -> str:
 
 
 def _clock(seconds: float) -> str:
+    if seconds < 60:
+        return _duration(seconds)
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

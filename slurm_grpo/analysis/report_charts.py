@@ -33,14 +33,16 @@ def learning_charts(facts: Facts) -> list[Chart]:
     charts = [_reward(facts)]
     tasks = facts.episodes["task"].value_counts().index.astype(str).tolist()
     if len(facts.episodes) > len(facts.trained) or len(tasks) > 1:
+        title = "Reward of all episodes, by task"
         lines = {task: facts.by_version("reward", task) for task in tasks[:MAX_TASKS]}
         if len(tasks) == 1:
-            lines = {"all episodes": lines[tasks[0]], "trained on": _reward_points(facts)}
+            title = "Reward of all episodes"
+            lines = {"all": lines[tasks[0]], "trained on": _reward_points(facts)}
         caption = (
             "Means over all episodes that each policy wrote, at the step after it; a step trains "
             "on a selection of them."
         )
-        charts.append(_lines(facts, "Reward of all episodes, by task", caption, lines))
+        charts.append(_lines(facts, title, caption, lines))
     charts.append(_parts(facts, tasks))
     shares = {
         "right answers": facts.points("accuracy/train"),
@@ -95,7 +97,6 @@ def policy_charts(facts: Facts) -> list[Chart]:
         "largest in a step": facts.points("trainer/mismatch_max_nats"),
         "of a fixed prompt, mean": facts.points("sync/probe_mean_abs_diff"),
     }
-    clip = {"clipped tokens": facts.points("trainer/clip_fraction")}
     return [
         staleness,
         _lines(
@@ -111,25 +112,26 @@ def policy_charts(facts: Facts) -> list[Chart]:
             "Between the two sides for the same tokens, nats. Large ones are worth a look.",
             worst,
         ),
-        _lines(facts, "Clipping", "Share of trained tokens whose gradient the clip removed.", clip),
     ]
 
 
-def optimizer_charts(facts: Facts) -> list[Chart]:
-    """Loss, gradient, entropy, learning rate."""
-    wanted = (
-        ("Loss", "Of the clipped objective; its size says little, its jumps do.", "trainer/loss"),
-        ("Gradient norm", "Before clipping to max_grad_norm.", "trainer/grad_norm"),
-        (
-            "Entropy",
-            "Mean over trained tokens, nats. Towards 0: no more exploration.",
-            "trainer/entropy_nats",
-        ),
-        ("Learning rate", "As scheduled.", "trainer/lr"),
-    )
+def training_charts(facts: Facts) -> list[Chart]:
+    """Clipping, loss, gradient, entropy, learning rate, memory."""
+    wanted = {
+        "Clipping": ("clip_fraction", "Share of trained tokens whose gradient the clip removed."),
+        "Loss": ("loss", "Of the clipped objective; its size says little, its jumps do."),
+        "Gradient norm": ("grad_norm", "Before clipping to max_grad_norm."),
+        "Entropy": ("entropy_nats", "Of trained tokens, nats. Towards 0: no more exploration."),
+        "Learning rate": ("lr", "As scheduled."),
+    }
+    steps, memory = facts.points("trainer/memory_bytes")
+    gib = {"peak": (steps, [value / 2**30 for value in memory])}
     return [
-        _lines(facts, title, caption, {title.lower(): facts.points(key)})
-        for title, caption, key in wanted
+        *(
+            _lines(facts, title, caption, {title.lower(): facts.points(f"trainer/{key}")})
+            for title, (key, caption) in wanted.items()
+        ),
+        _lines(facts, "Trainer memory", "Most that rank 0 has held so far, GiB.", gib),
     ]
 
 
@@ -138,20 +140,20 @@ def time_charts(facts: Facts) -> list[Chart]:
     if not facts.steps:
         return [_missing("Seconds per step")]
     table = facts.phases()
-    parts = {name: table[name].tolist() for name in table if table[name].sum() > 0.005 * len(table)}
+    share = table.sum() / table.to_numpy().sum()
+    small = [name for name in table if share[name] < 0.01 and name != "other"]
+    table["other"] += table[small].sum(axis=1)
+    parts = {name: table[name].tolist() for name in table if name not in small}
     svg = plots.stacked_chart("Seconds per step", "seconds", table.index.tolist(), parts)
     speed = {
         "generated": facts.points("generator/tokens_per_s"),
         "trained": facts.points("trainer/tokens_per_s"),
     }
-    steps, memory = facts.points("trainer/memory_bytes")
-    gib = {"peak": (steps, [value / 2**30 for value in memory])}
     pause = {"engines paused": facts.points("generator/pause_s")}
     return [
         Chart("Seconds per step", "Each phase of the trainer's step.", svg),
         _lines(facts, "Tokens per second", "While the side in question was at work.", speed),
         _lines(facts, "Engine pauses", "Seconds without decoding at each new version.", pause),
-        _lines(facts, "Trainer memory", "Most that rank 0 has held so far, GiB.", gib),
     ]
 
 
@@ -200,7 +202,8 @@ def _lines(
     found = {name: points for name, points in lines.items() if len(points[0])}
     if not found:
         return _missing(title)
-    log = log and all(min(points[1]) > 0 for points in found.values())
+    values = [value for points in found.values() for value in points[1]]
+    log = log and min(values) > 0 and max(values) > 20 * min(values)
     return Chart(title, caption, plots.line_chart(title, found, log=log))
 
 

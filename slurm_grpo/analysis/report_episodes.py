@@ -29,11 +29,12 @@ def choose(facts: Facts) -> dict[str, list[int]]:
     episodes = facts.episodes
     latest = episodes[episodes["version"].isin(facts.windows[1])] if facts.windows[1] else episodes
     scored = latest[latest["reward"].notna()]
-    newest_first = scored.sort_values(
-        ["reward", "version", "n_tokens"], ascending=[True, True, True]
+    worst, best = (
+        scored.sort_values(["reward", "version"], ascending=[lowest, False])
+        .drop_duplicates("group_id")
+        .head(N_SHOWN)
+        for lowest in (True, False)
     )
-    worst = newest_first.drop_duplicates("group_id", keep="first").head(N_SHOWN)
-    best = newest_first.drop_duplicates("group_id", keep="last").tail(N_SHOWN)[::-1]
     failed = episodes[episodes["is_error"]].tail(1)
     chosen = {
         "Worst answers of the latest policies": worst,
@@ -52,12 +53,13 @@ def episodes_html(facts: Facts) -> str:
     """All chosen episodes, as articles under headings."""
     html = []
     for title, ids in choose(facts).items():
-        html.append(f"<h3>{escape(title)}</h3>")
+        html.append(f'<h3>{escape(title)}</h3><div class="charts">')
         rows = facts.run.episodes(_columns(facts), episode_ids=ids)
         tokens = facts.run.tokens(ids)
         for row in rows.to_dict("records"):
             mine = tokens[tokens["episode_id"] == row["episode_id"]]
             html.append(_article(facts, row, mine))
+        html.append("</div>")
     if not html:
         return '<p class="missing">There are no episodes on disk.</p>'
     return legend_html() + "\n".join(html) if has_token_texts(facts) else "\n".join(html)
