@@ -252,6 +252,9 @@ class Supervisor:
         number = self._signals.stop_signal
         if number is not None or self._launcher.told_to_end():
             ending, why = self._launcher.why_told()
+            if ending is Ending.SIGNALLED and number is None:
+                self._note(f"the steps got SIGTERM, and go on: {why}")
+                return None
             if ending is not Ending.BOUNDARY:
                 number = number or signal.SIGTERM
                 error = f"received {signal.Signals(number).name}"

@@ -46,7 +46,7 @@ def next_act(outcome: Outcome, *, has_new_checkpoint: bool, n_left: int) -> tupl
         case Ending.SIGNALLED | Ending.REPLACED:
             return Act.END, outcome.error or outcome.ending.value
         case Ending.CANCELLED:
-            return Act.FAIL, "cancelled, and stays so"
+            return Act.FAIL, "Slurm has ended the job, and brings it back or not"
         case Ending.FAILED if outcome.exit_code != ExitCode.INFRASTRUCTURE:
             return Act.FAIL, "another attempt would fail in the same way"
         case Ending.FAILED if not has_new_checkpoint:

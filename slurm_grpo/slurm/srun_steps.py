@@ -2,8 +2,8 @@
 
 Each srun is a child process of the supervisor with a lifeline through its standard input, and
 speaks through its output file: `task_entry.py`, at the other end, reports there how each process
-ended. srun's own exit code is used for tasks that could not report, since of many tasks it tells
-only the highest code. Knows nothing about what the processes do, nor when a job comes back.
+ended. srun's own words count for tasks that could not report, since of many tasks its exit code
+tells only the highest. Knows nothing about what the processes do, nor when a job comes back.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from slurm_grpo.rundir import AttemptDir
 from slurm_grpo.slurm import task_entry
 from slurm_grpo.slurm.allocation import Allocation
 from slurm_grpo.slurm.placement import Seat, place
+from slurm_grpo.slurm.queue import expand_indices
 from slurm_grpo.slurm.requeue import end_leftover_steps, why_told_to_end
 from slurm_grpo.slurm.script import flag_name, node_groups
 from slurm_grpo.slurm.steps import LocalStep, Step, StepSpec, start_local
@@ -37,6 +39,8 @@ _KILL_S = 3.0
 """Seconds tasks have to report their end once the lifeline is cut; then srun is killed, and Slurm
 kills them."""
 _LOST = -9
+_SRUN_ERROR = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (?:Exited with exit code (\d+))?")
+"""What srun says of tasks that end badly; one that has reported its role's end does not."""
 _FOR_SRUN = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_HET_SIZE", "SLURM_WORKING_CLUSTER")
 """All it needs to find the allocation. The others are defaults for flags, some of which contradict
 ours, and in component 1 some are component 0's."""
@@ -253,11 +257,14 @@ class _Srun:
         for line in whole.decode(errors="replace").splitlines():
             if line.startswith(task_entry.NOTICE):
                 self._take(json.loads(line.removeprefix(task_entry.NOTICE)))
-        if code is not None:
+            elif match := _SRUN_ERROR.match(line):
+                for task in expand_indices(match[1]):
+                    self._exits.setdefault(self._peers[task], int(match[2] or _LOST))
+        if code is not None and self._exits.keys() < set(self._peers):
+            # No report at all: srun itself failed. Some: the silent tasks were killed.
+            code = code if code and not self._exits else _LOST
             for peer in self._peers:
-                # Some other task's code may be srun's: a silent task was killed itself.
-                lost = code if len(self._peers) == 1 and code else _LOST
-                self._exits.setdefault(peer, lost if lost <= 128 else 128 - lost)
+                self._exits.setdefault(peer, code if code <= 128 else 128 - code)
 
     def _take(self, notice: Mapping[str, Any]) -> None:
         if "exit" in notice:

@@ -38,7 +38,10 @@ GREETING = b"alive\n"
 
 
 def main(path: str) -> int:
-    """Run this task of the step described in `path`; the role's exit code, as a shell gives it."""
+    """Run this task of the step described in `path`; 0 once its end has been reported.
+
+    Anything else, srun reports itself, and the supervisor reads that.
+    """
     tasks = json.loads(read_whole(Path(path)))
     task = tasks[f"{os.environ['SLURMD_NODENAME']}/{os.environ['SLURM_LOCALID']}"]
     try:
@@ -59,7 +62,7 @@ def main(path: str) -> int:
         sys.stderr.write(f"{task['peer']}: {error}\n")
         code = error.exit_code
     _notify(task["peer"], exit=code)
-    return code if code >= 0 else 128 - code
+    return ExitCode.OK
 
 
 def node_environment(task: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:

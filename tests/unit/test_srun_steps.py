@@ -1,0 +1,138 @@
+"""The srun commands, and what each task makes of its node; real steps are in tests/slurm."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slurm_grpo.config import ClusterConfig, Config, NodesConfig, SiteConfig, TrainerConfig
+from slurm_grpo.control.address import address_of, interface_of
+from slurm_grpo.errors import ConfigError
+from slurm_grpo.slurm.allocation import Allocation, Component
+from slurm_grpo.slurm.placement import place
+from slurm_grpo.slurm.srun_steps import srun_command
+from slurm_grpo.slurm.task_entry import node_environment
+
+TASKS = Path("/runs/r/attempts/0/x.tasks.json")
+JOB = Allocation(
+    job_id="7",
+    reference="7",
+    restart_count=0,
+    components=(
+        Component(job_id="7", hosts=("gen1",), cpus=(6,)),
+        Component(job_id="8", hosts=("b", "a"), cpus=(8, 5)),
+    ),
+)
+CONFIG = Config(
+    trainer=TrainerConfig(n_ranks=3),
+    cluster=ClusterConfig(
+        kind="slurm",
+        generators=NodesConfig(gpus_per_node=1),
+        trainers=NodesConfig(nodes=2, gpus_per_node=2),
+    ),
+)
+
+
+def command(peers: list[str], cfg: Config = CONFIG, job: Allocation = JOB) -> tuple[str, ...]:
+    seats = place(cfg, job.hosts)
+    return srun_command(cfg, job, "name", [seats[peer] for peer in peers], TASKS)
+
+
+def test_an_engine_gets_a_step_on_its_host_with_all_flags_said() -> None:
+    assert command(["engine-0"]) == (
+        "srun",
+        "--job-name=name",
+        "--nodes=1",
+        "--ntasks=1",
+        "--nodelist=gen1",
+        "--cpus-per-task=6",
+        "--overlap",
+        "--mem=0",
+        "--mpi=none",
+        "--export=ALL",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--het-group=0",
+        "--gpus-per-node=1",
+        sys.executable,
+        "-m",
+        "slurm_grpo.slurm.task_entry",
+        str(TASKS),
+    )
+
+
+def test_ranks_go_where_we_say_though_slurm_would_sort_and_spread_them() -> None:
+    words = command(["trainer-0", "trainer-1", "trainer-2"])
+    for word in (
+        "--nodes=2",
+        "--ntasks=3",
+        "--nodelist=b,b,a",
+        "--distribution=arbitrary",
+        "--cpus-per-task=4",  # the smallest share: 8 for two on b, 5 for one on a
+        "--het-group=1",
+        "--gpus-per-node=2",
+    ):
+        assert word in words
+
+
+def test_a_split_allocation_has_no_groups() -> None:
+    cfg = replace(CONFIG, cluster=replace(CONFIG.cluster, allocation="split"))
+    job = replace(JOB, components=JOB.components[1:])
+    assert not [word for word in command(["engine-0"], cfg, job) if "het-group" in word]
+
+
+def test_a_site_replaces_and_removes_flags() -> None:
+    site = SiteConfig(
+        srun_flags=("--mpi=pmix", "--mem=4G", "--label"),
+        remove_flags=("wait",),
+        cpu_bind="cores",
+        gpu_flag="gres",
+        gpu_type="h100",
+    )
+    words = command(["engine-0"], replace(CONFIG, site=site))
+    for word in (*site.srun_flags, "--cpu-bind=cores", "--gres=gpu:h100:1"):
+        assert word in words
+    assert not {"--mpi=none", "--mem=0", "--wait=0"} & {*words}
+
+
+def test_roles_run_in_the_sites_container() -> None:
+    pyxis = SiteConfig(container="pyxis", container_image="i.sqsh", container_mounts=("/data:/d",))
+    words = command(["engine-0"], replace(CONFIG, site=pyxis))
+    assert "--container-image=i.sqsh" in words
+    (mounts,) = (word for word in words if word.startswith("--container-mounts="))
+    assert mounts.startswith("--container-mounts=/runs/r:/runs/r,")
+    assert mounts.endswith(",/data:/d")
+    prefix = SiteConfig(container="prefix", container_prefix=("apptainer", "exec", "i.sif"))
+    words = command(["engine-0"], replace(CONFIG, site=prefix))
+    assert words[-7:-4] == ("apptainer", "exec", "i.sif")
+
+
+def task(peer: str, **fields: object) -> dict[str, object]:
+    return {"peer": peer, "gpus": [], "interface": "lo", "scratch_dir": None, **fields}
+
+
+def test_a_rank_sees_its_seats_gpus_of_those_the_step_may_use() -> None:
+    env = node_environment(task("trainer-1", gpus=[1, 2]), {"CUDA_VISIBLE_DEVICES": "3,5,7"})
+    assert env["CUDA_VISIBLE_DEVICES"] == "5,7"
+    assert "CUDA_VISIBLE_DEVICES" not in node_environment(task("trainer-1"), {})
+
+
+def test_caches_are_on_the_nodes_own_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_DISK", str(tmp_path))
+    env = node_environment(task("trainer-0", scratch_dir="$LOCAL_DISK/s"), {})
+    assert env["TMPDIR"] == str(tmp_path / "s")
+    assert Path(env["TMPDIR"]).is_dir()
+    assert env["TRITON_CACHE_DIR"].startswith(env["TMPDIR"])
+    kept = node_environment(task("trainer-0"), {"TRITON_CACHE_DIR": "/mine"})
+    assert kept["TRITON_CACHE_DIR"] == "/mine"
+
+
+def test_a_host_is_reached_at_the_address_of_the_sites_interface() -> None:
+    assert node_environment(task("engine-0"), {})["SLURM_GRPO_HOST_ADDRESS"] == "127.0.0.1"
+    assert (address_of("lo"), interface_of("127.0.0.1")) == ("127.0.0.1", "lo")
+    assert interface_of("203.0.113.1") is None
+    with pytest.raises(ConfigError, match=r"site\.interface: nope0 .* one of lo \(127\.0\.0\.1\)"):
+        address_of("nope0")
