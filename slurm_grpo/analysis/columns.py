@@ -96,15 +96,19 @@ class TableColumn:
     description: str
 
 
-def decode(raw: bytes) -> Any:
-    """The value of a JSON text; plain strings, nearly all there are, without the parser. A lone
-    surrogate, which no UTF-8 column can hold, becomes a replacement character."""
-    if raw[:1] == b'"' and b"\\" not in raw:
-        return raw[1:-1].decode()
-    value = json.loads(raw)
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return value
+def decode(raw: Array) -> list[Any]:
+    """The values of JSON texts, in one call of the parser. A lone surrogate, which no column of
+    UTF-8 can hold, becomes a replacement character."""
+    values: list[Any] = json.loads(b"[" + b",".join(raw) + b"]")
+    try:
+        "".join(value for value in values if isinstance(value, str)).encode()
+    except UnicodeEncodeError:
+        return [_encodable(value) if isinstance(value, str) else value for value in values]
+    return values
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _stored(path: str) -> TableColumn:
@@ -116,8 +120,8 @@ def _text(path: str, description: str, *, as_json: bool = False) -> TableColumn:
 
     def read(shard: OpenShard, rows: Array) -> Array:
         unique, back = np.unique(rows, return_inverse=True)
-        convert = bytes.decode if as_json else decode
-        texts = [convert(raw) for raw in shard.raw(path, unique)]
+        raw = shard.raw(path, unique)
+        texts = [text.decode() for text in raw] if as_json else decode(raw)
         return np.array([*texts, None], object)[back]
 
     return TableColumn(read, description)
@@ -125,7 +129,7 @@ def _text(path: str, description: str, *, as_json: bool = False) -> TableColumn:
 
 def _task(shard: OpenShard, rows: Array) -> pd.Categorical:
     codes, raw = pd.factorize(shard["groups/task"])
-    return pd.Categorical.from_codes(codes[rows], [decode(r) for r in raw])
+    return pd.Categorical.from_codes(codes[rows], decode(raw))
 
 
 def _constant(value: Callable[[ShardEntry], Any], description: str) -> TableColumn:
@@ -191,14 +195,15 @@ def _n_unique_answers(shard: OpenShard, rows: Array) -> Array:
 def _error(shard: OpenShard, rows: Array) -> Array:
     failed = np.flatnonzero(shard.is_error[rows])
     found = np.full(len(rows), None, object)
-    found[failed] = [decode(r).get("error") for r in shard.raw("episodes/info_json", rows[failed])]
+    infos = decode(shard.raw("episodes/info_json", rows[failed]))
+    found[failed] = [info.get("error") for info in infos]
     return found
 
 
 def _finish_reason(shard: OpenShard, rows: Array) -> pd.Categorical:
     codes = shard["episodes/finish_reason"][rows].astype("i1")
     failed = np.flatnonzero(codes == layout.ERROR_CODE)
-    infos = [decode(raw) for raw in shard.raw("episodes/info_json", rows[failed])]
+    infos = decode(shard.raw("episodes/info_json", rows[failed]))
     names = layout.FINISH_REASONS
     codes[failed] = [names.index(info.get("finish_reason", "error")) for info in infos]
     return pd.Categorical.from_codes(codes, list(names))

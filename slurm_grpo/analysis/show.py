@@ -2,14 +2,13 @@
 
 Picks the best and the worst of the newest policy, a whole group, or single episodes. The text of
 tokens needs the model's tokenizer file and the `tokenizers` package; without them the completion
-is shown as it was stored, and the least likely tokens by their ids.
+is shown as it was stored, and the tokens by their ids.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,8 @@ from rich.text import Text
 
 from slurm_grpo.analysis.columns import PART
 from slurm_grpo.analysis.frame import RunData, open_run
-from slurm_grpo.analysis.terminal import add_run, warn_of_damage, width
+from slurm_grpo.analysis.terminal import add_run, printable, warn_of_damage, width
+from slurm_grpo.analysis.token_text import load_tokenizer, token_texts
 from slurm_grpo.errors import AnalysisError, ExitCode
 
 COLOURS = ((0.5, ""), (0.1, "yellow"), (0.01, "dark_orange3"), (0.0, "bold red"))
@@ -29,8 +29,6 @@ COLUMNS = [
     *("episode_id", "group_id", "sample_index", "task", "step", "policy_version_min", "error"),
     *("reward", "advantage", "finish_reason", "prompt_text", "target_json", "completion_text"),
 ]
-
-Decoder = Callable[[Sequence[int]], str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,54 +52,19 @@ def run(arguments: argparse.Namespace) -> int:
         "episode": arguments.episode or [],
     }
     console = Console(width=width(), highlight=False, soft_wrap=True)
-    decode = load_decoder(opened)
-    if decode is None:
+    tokenizer = load_tokenizer(opened.run, opened.config.get("model.path"))
+    if tokenizer is None:
         console.print(
-            "Tokens are shown by id: their text needs the `tokenizers` package and\n"
+            "Tokens are shown by id: their text needs the tokenizers package and\n"
             f"{opened.config.get('model.path', 'the model directory')}/tokenizer.json\n"
         )
     for title, ids in chosen.items():
         if ids:
-            _print_all(console, opened, title, ids, decode)
-    if decode is not None:
+            _print_all(console, opened, title, ids, tokenizer)
+    if tokenizer is not None:
         console.print(_legend())
     warn_of_damage(opened)
     return ExitCode.OK
-
-
-def load_decoder(run: RunData) -> Decoder | None:
-    """Token ids to text by the run's tokenizer; None when the file or the package is not here."""
-    path = Path(str(run.config.get("model.path"))) / "tokenizer.json"
-    try:
-        from tokenizers import Tokenizer  # not needed by any other command
-    except ModuleNotFoundError:
-        return None
-    if not path.is_file():
-        return None
-    tokenizer = Tokenizer.from_file(str(path))
-    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
-
-
-def token_texts(ids: Sequence[int], decode: Decoder) -> list[str]:
-    """What each token adds to the text. A character of several tokens appears with its last."""
-    pieces, done = [], 0
-    for i in range(len(ids)):
-        # Some tokens of context: a tokenizer may write the first of a text without its space.
-        before = decode(ids[max(0, done - 8) : done])
-        text = decode(ids[max(0, done - 8) : i + 1])
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and i + 1 < len(ids):
-            pieces.append("")
-            continue
-        pieces.append(text[len(before) :])
-        done = i + 1
-    return pieces
-
-
-def printable(text: str) -> str:
-    """`text` without anything that could steer a terminal; line ends and tabs stay."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
-    )
 
 
 def _extreme(run: RunData, n: int, where: str | None, *, best: bool) -> list[int]:
@@ -125,7 +88,7 @@ def _of_group(run: RunData, group_id: int | None) -> list[int]:
 
 
 def _print_all(
-    console: Console, run: RunData, title: str, ids: Sequence[int], decode: Decoder | None
+    console: Console, run: RunData, title: str, ids: Sequence[int], tokenizer: Any | None
 ) -> None:
     """The episodes `ids`, one under the other."""
     parts = [PART + name for name in run.part_names]
@@ -140,7 +103,7 @@ def _print_all(
         console.print("prompt")
         console.print(_indented(console, Text(printable(row["prompt_text"]))))
         console.print(Text(f"expected {printable(row['target_json'])}"))
-        _print_answer(console, row, tokens[tokens["episode_id"] == row["episode_id"]], decode)
+        _print_answer(console, row, tokens[tokens["episode_id"] == row["episode_id"]], tokenizer)
         console.print()
 
 
@@ -156,15 +119,15 @@ def _verdict(row: dict[str, Any], parts: Sequence[str]) -> str:
 
 
 def _print_answer(
-    console: Console, row: dict[str, Any], tokens: pd.DataFrame, decode: Decoder | None
+    console: Console, row: dict[str, Any], tokens: pd.DataFrame, tokenizer: Any | None
 ) -> None:
     """The completion, coloured, and what the policy thought of it."""
     ids, logprobs = tokens["token_id"].tolist(), tokens["logprob"].to_numpy()
     end = "cut at the length limit" if row["finish_reason"] == "length" else row["finish_reason"]
     console.print(f"answer ({len(ids)} tokens, {end})")
-    names = [printable(piece) for piece in token_texts(ids, decode)] if decode else []
+    names = [printable(p) for p in token_texts(tokenizer, ids)] if tokenizer else []
     styles = [_style(logprob) for logprob in logprobs.tolist()]
-    if decode is not None:
+    if tokenizer is not None:
         answer = Text.assemble(*zip(names, styles, strict=True))
     else:
         answer = Text(printable(row["completion_text"]) + "\n")

@@ -30,6 +30,13 @@ def say(text: str) -> None:
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
 
 
+def printable(text: str) -> str:
+    """`text` without anything that could steer a terminal; line ends and tabs stay."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], max_width: int) -> str:
     """Right-aligned columns under `header`; those that do not fit follow below, each block led by
     the first column again."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sample_episodes import begin_attempt, make_group, make_header, make_run, train_step
 
 from slurm_grpo import cli
-from slurm_grpo.analysis.show import printable, token_texts
+from slurm_grpo.analysis.terminal import printable
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging.layout import MAX_SAMPLES
 from slurm_grpo.staging.shards import publish_groups
@@ -69,12 +70,22 @@ def test_what_is_not_there_is_refused(
     assert "no " in capsys.readouterr().err
 
 
-def test_tokens_add_up_to_the_text_even_when_a_character_takes_several() -> None:
-    image = "né 🙂!".encode()
-
-    def decode(ids: Sequence[int]) -> str:
-        return bytes(ids).decode(errors="replace")
-
-    pieces = token_texts(list(image), decode)
-    assert "".join(pieces) == "né 🙂!"
-    assert pieces == ["n", "", "é", " ", "", "", "", "🙂", "!"]
+def test_tokens_are_text_and_coloured_where_the_tokenizer_is_at_hand(
+    tmp_path: Path,
+    tiny_model_dir: Callable[[], Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = make_run(tmp_path)
+    run.config.write_text(f"model: {{path: {tiny_model_dir()}}}\n")
+    group = make_group(0, n_episodes=1)
+    letters = np.array([ord(c) - ord("!") for c in "abc"], np.int32)  # a byte-level vocabulary
+    logprobs = np.log(np.array([0.9, 0.2, 0.001], np.float32))
+    completion = replace(group[0].completion, token_ids=letters, logprobs=logprobs)
+    publish_groups(run, [[replace(group[0], completion=completion)]], make_header())
+    plain = show(run, capsys, "--episode", "0")
+    assert "\n  abc\n" in plain
+    assert "least likely: 'c' 0.001, 'b' 0.2, 'a' 0.9" in plain
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert "a\x1b[33mb\x1b[0m\x1b[1;31mc\x1b[0m" in show(run, capsys, "--episode", "0")
