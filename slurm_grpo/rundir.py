@@ -32,6 +32,11 @@ class RunDir:
         return self.root / "episodes"
 
     @property
+    def rescored(self) -> Path:
+        """One directory per rescoring, with a file per shard."""
+        return self.episodes / "rescored"
+
+    @property
     def manifests(self) -> Path:
         return self.root / "manifests"
 

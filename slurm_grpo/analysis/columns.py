@@ -30,6 +30,8 @@ class OpenShard:
 
     def __init__(self, file: h5py.File, entry: ShardEntry) -> None:
         self.entry = entry
+        self.kept: dict[Any, Any] = {}
+        """What readers of columns keep about this shard while it is open."""
         self._file = file
         self._read: dict[str, Array] = {
             "groups/group_id": entry.group_ids,

@@ -32,6 +32,7 @@ from slurm_grpo.analysis.columns import (
     part_column,
 )
 from slurm_grpo.analysis.index import RunIndex, ShardEntry, read_index
+from slurm_grpo.analysis.rescored import rescored_columns
 from slurm_grpo.checkpoint_dirs import read_resumed_from
 from slurm_grpo.config_values import nearest
 from slurm_grpo.errors import AnalysisError
@@ -101,7 +102,8 @@ class RunData:
 
     def episode_columns(self) -> dict[str, TableColumn]:
         """Every column that `episodes` can give, by name."""
-        return EPISODE_COLUMNS | {PART + name: part_column(name) for name in self.part_names}
+        parts = {PART + name: part_column(name) for name in self.part_names}
+        return EPISODE_COLUMNS | parts | rescored_columns(self.run)
 
     def chosen(self, columns: Sequence[str] | None) -> dict[str, TableColumn]:
         """The episode columns of these names, None: all. Raises AnalysisError."""

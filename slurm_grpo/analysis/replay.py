@@ -134,19 +134,22 @@ def replay_config(
 
 def check_recorded(source: RunDir, cfg: Config) -> int:
     """How many steps will be replayed. Raises ShardError when shards of them are gone."""
+    from slurm_grpo.staging.ledger import read_ledger
     from slurm_grpo.staging.manifest import committed_manifests  # h5py
 
     manifests = committed_manifests(source)[: cfg.run.steps]
     if not manifests:
         raise ConfigError(f"{source.root} has taken no step yet: there is nothing to replay.")
-    paths = {path: m.step for m in reversed(manifests) for _, path in m.groups}
-    missing = sorted((step, path) for path, step in paths.items() if not _exists(source, path))
+    ledger = read_ledger(source)
+    paths = {ledger.resolve(p): m.step for m in reversed(manifests) for _, p in m.groups}
+    missing = sorted((s, path) for path, s in paths.items() if not (source.root / path).is_file())
     if missing:
         step, path = missing[0]
         until = f"Replay the steps before with --run.steps {step - 1}" if step > 1 else "Restore it"
+        why = "retired, as staging.keep says" if path in ledger.retired else "and nothing says why"
         raise ShardError(
             f"{source.root}: {len(missing)} of {len(paths)} shards are gone, first {path} of step "
-            f"{step}; retention (staging.keep) may have removed them. {until}."
+            f"{step}, {why}. {until}."
         )
     return len(manifests)
 
@@ -167,10 +170,6 @@ def compare_losses(source: RunDir, replayed: RunDir) -> str:
 def _losses(run: RunDir) -> dict[int, float]:
     rows = read_run_metrics(run, "trainer")
     return {row["step"]: row["trainer/loss"] for row in rows if "trainer/loss" in row}
-
-
-def _exists(run: RunDir, path: str) -> bool:
-    return (run.root / path).is_file()
 
 
 def _require_torch(cfg: Config) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from slurm_grpo.analysis import plots
 from slurm_grpo.analysis.plots import Points
-from slurm_grpo.analysis.report_facts import Facts, part_label
+from slurm_grpo.analysis.report_facts import Facts
 from slurm_grpo.summary import evaluation_keys
 
 MAX_TASKS = 6
@@ -177,10 +177,10 @@ def _reward_points(facts: Facts) -> Points:
 
 def _parts(facts: Facts, tasks: Sequence[str]) -> Chart:
     several = [None] if len(tasks) < 2 else [None, *tasks[:MAX_TASKS]]
-    names = ["reward", *facts.parts]
+    columns = {"reward": "reward", **facts.columns.parts}
     found = {
-        part_label(name) + (f" ({task})" if task else ""): facts.by_version(name, task)
-        for name in names
+        name + (f" ({task})" if task else ""): facts.by_version(column, task)
+        for name, column in columns.items()
         for task in several
     }
     found = {name: points for name, points in found.items() if points[0]}

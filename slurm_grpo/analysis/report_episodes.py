@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from slurm_grpo.analysis.report_facts import Facts, part_label
+from slurm_grpo.analysis.report_facts import Facts
 from slurm_grpo.analysis.token_text import load_tokenizer, token_texts
 
 N_SHOWN = 3
@@ -76,14 +76,16 @@ def legend_html() -> str:
 
 
 def _columns(facts: Facts) -> list[str]:
-    names = ["episode_id", "group_id", "task", "step", "policy_version_min", "error", "advantage"]
+    names = ["episode_id", "group_id", "task", "step", "policy_version_min", "advantage"]
     names += ["finish_reason", "n_tokens", "prompt_text", "target_json", "completion_text"]
-    return [*names, *dict.fromkeys(["reward", facts.reward]), *facts.parts]
+    columns = facts.columns
+    return [*names, columns.error, columns.reward, *columns.parts.values()]
 
 
 def _article(facts: Facts, row: dict[str, Any], tokens: pd.DataFrame) -> str:
-    values = {facts.reward: row[facts.reward], "advantage": row["advantage"]}
-    values |= {part_label(name): row[name] for name in facts.parts}
+    columns = facts.columns
+    values = {"reward": row[columns.reward], "advantage": row["advantage"]}
+    values |= {name: row[column] for name, column in columns.parts.items()}
     chips = [f"<b>{escape(k)}</b> {_number(v)}" for k, v in values.items() if v is not None]
     step = "not trained on" if pd.isna(row["step"]) else f"trained on in step {row['step']}"
     facts_line = (
@@ -91,7 +93,7 @@ def _article(facts: Facts, row: dict[str, Any], tokens: pd.DataFrame) -> str:
         f"{row['policy_version_min']} · {step} · {row['n_tokens']} tokens, "
         f"{'cut by the length limit' if row['finish_reason'] == 'length' else row['finish_reason']}"
     )
-    error = f'<p class="bad">{escape(str(row["error"]))}</p>' if row["error"] else ""
+    error = f'<p class="bad">{escape(str(row[columns.error]))}</p>' if row[columns.error] else ""
     return (
         f'<article><p class="chips">{" ".join(f"<span>{c}</span>" for c in chips)}</p>{error}'
         f'<p class="small">{facts_line}</p>'

@@ -13,9 +13,9 @@ from functools import cached_property
 import numpy as np
 import pandas as pd
 
-from slurm_grpo.analysis.columns import PART
 from slurm_grpo.analysis.frame import RunData
 from slurm_grpo.analysis.plots import Points, series
+from slurm_grpo.analysis.rescored import reward_columns
 from slurm_grpo.metrics import Row, read_run_metrics
 from slurm_grpo.summary import PHASES, evaluations
 
@@ -49,29 +49,25 @@ class Facts:
     def __init__(self, run: RunData, score: str | None = None) -> None:
         self.run = run
         self.score = score
-        suffix = "" if score is None else f"@{score}"
-        self.reward = f"reward{suffix}"
-        self.parts = [
-            name
-            for name in run.episode_columns()
-            if name.startswith(PART) and (name.endswith(suffix) if suffix else "@" not in name)
-        ]
+        self.columns = reward_columns(run.episode_columns(), score)
         self.rows: list[Row] = read_run_metrics(run.run, "trainer")
         self.steps = [row for row in self.rows if "trainer/step_s" in row]
         self.evaluations = evaluations(self.rows)
 
     @cached_property
     def episodes(self) -> pd.DataFrame:
-        """Every episode that counts; rewards and parts are NaN where scoring failed. `is_cut`:
-        ended by the length limit. `version`: the oldest token's; -1 without tokens."""
+        """Every episode that counts. `reward` and the parts, by their columns' names, are NaN where
+        scoring failed. `is_cut`: ended by the length limit. `version`: the oldest token's; -1
+        without tokens."""
         names = ["episode_id", "group_id", "task", "step", "staleness", "n_tokens"]
-        names += ["finish_reason", "error", "policy_version_min", self.reward, *self.parts]
-        found = self.run.episodes(names).rename(
-            columns={"policy_version_min": "version", self.reward: "reward"}
+        names += ["finish_reason", "policy_version_min", self.columns.error, self.columns.reward]
+        parts = list(self.columns.parts.values())
+        found = self.run.episodes([*names, *parts]).rename(
+            columns={"policy_version_min": "version", self.columns.reward: "reward"}
         )
-        found["is_error"] = found.pop("error").notna() | found["reward"].isna()
+        found["is_error"] = found.pop(self.columns.error).notna()
         found["is_cut"] = found.pop("finish_reason") == "length"
-        found.loc[found["is_error"], ["reward", *self.parts]] = np.nan
+        found.loc[found["is_error"], ["reward", *parts]] = np.nan
         return found
 
     @cached_property
@@ -102,9 +98,10 @@ class Facts:
     def tasks(self) -> pd.DataFrame:
         """One row per task: episodes, prompts, change of reward, and how answers ended."""
         rows = []
-        groups = self.run.groups(["task", "zero_spread", "n_unique_answers", "n_episodes"])
+        groups = self.run.groups(["task", "n_unique_answers", "n_episodes"])
         for task, of in self.episodes.groupby("task", observed=True):
             prompts = groups[groups["task"] == task]
+            rewards = of.groupby("group_id")["reward"]
             rows.append(
                 {
                     "task": str(task),
@@ -115,7 +112,7 @@ class Facts:
                     "length": of["n_tokens"].mean(),
                     "cut": of["is_cut"].mean(),
                     "errors": int(of["is_error"].sum()),
-                    "equal": prompts["zero_spread"].mean(),
+                    "equal": (rewards.nunique() <= 1).mean(),
                     "unique": prompts["n_unique_answers"].sum() / prompts["n_episodes"].sum(),
                 }
             )
@@ -160,8 +157,3 @@ class Facts:
         """Of a trainer metric over the steps; NaN without any."""
         values = self.points(key)[1]
         return float(np.max(values)) if values else math.nan
-
-
-def part_label(column: str) -> str:
-    """A reward part's name without what makes it a column's."""
-    return column.removeprefix(PART).partition("@")[0]

@@ -14,6 +14,7 @@ import pandas as pd
 
 from slurm_grpo.analysis.columns import PART
 from slurm_grpo.analysis.frame import RunData, open_run
+from slurm_grpo.analysis.rescored import reward_columns
 from slurm_grpo.analysis.terminal import add_run, say, table, warn_of_damage, width
 from slurm_grpo.errors import ExitCode
 
@@ -32,18 +33,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", type=int, default=20, help="most rows of versions (default: 20), which are joined"
     )
+    parser.add_argument("--score", metavar="NAME", help="rewards of this rescoring instead")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    opened = open_run(arguments.run)
-    say(summary_text(opened, max_rows=max(1, arguments.rows), max_width=width()))
+    opened, rows = open_run(arguments.run), max(1, arguments.rows)
+    say(summary_text(opened, max_rows=rows, max_width=width(), score=arguments.score))
     warn_of_damage(opened)
     return ExitCode.OK
 
 
-def summary_text(run: RunData, *, max_rows: int, max_width: int) -> str:
-    """The whole report as text."""
-    episodes, groups = _episodes(run), _groups(run)
+def summary_text(run: RunData, *, max_rows: int, max_width: int, score: str | None = None) -> str:
+    """The whole report as text, with the rewards of the rescoring `score` if one is named."""
+    episodes, groups = _episodes(run, score), _groups(run)
+    if score is not None:
+        spread = episodes.groupby("group_id")["reward"].nunique()
+        groups["zero_spread"] = groups["group_id"].map(spread <= 1)
     n_trained = int(episodes["step"].notna().sum())
     lines = [
         f"{run.name}: {len(episodes):,} episodes of {len(groups):,} prompts in "
@@ -96,13 +101,16 @@ def summarize(episodes: pd.DataFrame, groups: pd.DataFrame, by: str) -> pd.DataF
     )
 
 
-def _episodes(run: RunData) -> pd.DataFrame:
+def _episodes(run: RunData, score: str | None) -> pd.DataFrame:
     """What `summarize` needs of the episodes."""
-    names = ["task", "policy_version_min", "step", "staleness", "n_tokens", "finish_reason"]
-    parts = [PART + name for name in run.part_names]
-    episodes = run.episodes([*names, "reward", "is_error", *parts])
+    names = ["task", "group_id", "policy_version_min", "step", "staleness", "n_tokens"]
+    own = reward_columns(run.episode_columns(), score)
+    columns = [*names, "finish_reason", own.reward, own.error, *own.parts.values()]
+    to_name = {column: PART + name for name, column in own.parts.items()} | {own.reward: "reward"}
+    episodes = run.episodes(columns).rename(columns=to_name)
+    parts = [PART + name for name in own.parts]
     episodes["is_cut"] = episodes.pop("finish_reason") == "length"
-    episodes.loc[episodes.pop("is_error").astype(bool), ["reward", *parts]] = np.nan
+    episodes.loc[episodes.pop(own.error).notna(), ["reward", *parts]] = np.nan
     if len(parts) == 1 and episodes["reward"].equals(episodes[parts[0]]):
         del episodes[parts[0]]  # the part is the reward
     steps = run.steps()
@@ -113,8 +121,8 @@ def _episodes(run: RunData) -> pd.DataFrame:
 
 def _groups(run: RunData) -> pd.DataFrame:
     """What `summarize` needs of the groups."""
-    names = ["task", "policy_version_min", "zero_spread", "n_unique_answers", "n_episodes"]
-    return run.groups(names)
+    names = ["group_id", "task", "policy_version_min", "zero_spread", "n_unique_answers"]
+    return run.groups([*names, "n_episodes"])
 
 
 def _version(first: int, size: int) -> str:

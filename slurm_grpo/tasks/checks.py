@@ -24,7 +24,7 @@ TaskProblem = tuple[tuple[str, ...], str]
 
 def check_task(cfg: Config) -> Iterator[TaskProblem]:
     """Every problem of `cfg.task`, rows included."""
-    for key, text in _scorer_problems(cfg.task.scorer):
+    for key, text in scorer_problems(cfg.task.scorer):
         yield (f"task.scorer.{key}",), text
     if cfg.task.name != "jsonl":
         return
@@ -45,7 +45,7 @@ def check_task(cfg: Config) -> Iterator[TaskProblem]:
             yield (key, "model.path", *_LENGTH_KEYS), problem
 
 
-def _scorer_problems(cfg: ScorerConfig) -> Iterator[tuple[str, str]]:
+def scorer_problems(cfg: ScorerConfig) -> Iterator[tuple[str, str]]:
     if cfg.name == "regex":
         try:
             re.compile(cfg.regex or "")
