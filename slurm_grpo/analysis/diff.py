@@ -147,7 +147,7 @@ def _compare_column(a: RunData, b: RunData, both: pd.DataFrame, what: str) -> Di
     first, largest = "", float("nan")
     if different:
         if is_number:
-            largest = float(np.nanmax(np.abs(x - y), initial=0.0))
+            largest = _largest(x, y)
         if what == "log-probs":
             largest = _largest_logprob(a, b, different[:MOST_TOKENS])
         trained = both["step_a"][~same].iloc[0]
@@ -196,8 +196,15 @@ def _compare_losses(a: RunData, b: RunData) -> Difference:
         n_compared=len(both),
         n_different=len(different),
         first=f"step {both['step'][i]}: {float(x[i])} in A, {float(y[i])} in B",
-        largest=float(np.nanmax(np.abs(x - y), initial=0.0)),
+        largest=_largest(x, y),
     )
+
+
+def _largest(x: Array, y: Array) -> float:
+    """Largest absolute difference where both are numbers; NaN where they never are."""
+    apart = np.abs(x - y)
+    apart = apart[~np.isnan(apart)]
+    return float(apart.max()) if len(apart) else float("nan")
 
 
 def _short(value: object, most: int = 40) -> str:

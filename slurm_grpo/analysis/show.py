@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"group {arguments.group}": _of_group(opened, arguments.group),
         "episode": arguments.episode or [],
     }
-    console = Console(width=width(), highlight=False, soft_wrap=True)
+    console = Console(width=width(), highlight=False)
     tokenizer = load_tokenizer(opened.run, opened.config.get("model.path"))
     if tokenizer is None:
         console.print(
@@ -101,7 +101,7 @@ def _print_all(
         console.print(Text(f"{label}: episode {row['episode_id']} ({facts})", style="bold"))
         console.print(Text(printable(_verdict(row, parts))))
         console.print("prompt")
-        console.print(_indented(console, Text(printable(row["prompt_text"]))))
+        console.print(_indented(console, Text(printable(row["prompt_text"].rstrip("\n")))))
         console.print(Text(f"expected {printable(row['target_json'])}"))
         _print_answer(console, row, tokens[tokens["episode_id"] == row["episode_id"]], tokenizer)
         console.print()

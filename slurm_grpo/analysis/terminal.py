@@ -49,7 +49,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], max_width: int) 
         blocks[-1].append(i)
         used += 2 + widths[i]
     return "\n\n".join(
-        "\n".join("  ".join(line[i].rjust(widths[i]) for i in block) for line in (header, *rows))
+        "\n".join(
+            "  ".join(line[i].rjust(widths[i]) for i in block).rstrip() for line in (header, *rows)
+        )
         for block in blocks
     )
 

@@ -52,3 +52,13 @@ def test_vllm_and_torchtitan_are_imported_where_they_belong() -> None:
 def test_naming_the_analysis_library_imports_no_pandas() -> None:
     code = "import sys, slurm_grpo.analysis; assert 'pandas' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_reading_a_run_needs_no_torch() -> None:
+    code = """
+import sys
+from slurm_grpo.analysis import columns, diff, export, frame, schema, show, summary_table
+found = {"torch", "vllm", "torchtitan", "transformers", "tokenizers"} & set(sys.modules)
+assert not found, found
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
