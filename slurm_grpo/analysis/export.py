@@ -29,12 +29,9 @@ from slurm_grpo.staging.layout import Array
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument(
-        "out", type=Path, metavar="OUT", help=f"file to write: {', '.join(WRITERS)}"
-    )
-    parser.add_argument(
-        "--columns", metavar="A,B", help="those to write, with commas between (default: all)"
-    )
+    suffixes = ", ".join(WRITERS)
+    parser.add_argument("out", type=Path, metavar="OUT", help=f"file to write: {suffixes}")
+    parser.add_argument("--columns", metavar="A,B", help="those to write (default: all)")
     parser.add_argument("--where", help="a condition, such as \"step >= 3 and task == 'addition'\"")
     parser.add_argument(
         "--tokens", action="store_true", help="also token ids, log-probs, versions, as lists"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -120,7 +121,8 @@ class RunData:
         """One row per episode, by attempt, then as published.
 
         `columns`: those to read, by default all, texts too. `where`: a condition on any columns in
-        the language of `DataFrame.query`, such as "reward < 0 and finish_reason == 'length'".
+        the language of `DataFrame.query`, such as "reward < 0 and finish_reason == 'length'"; a
+        name that is no Python name stands in backticks.
         `episode_ids`: these episodes, in this order, and no other file is opened. Raises
         AnalysisError for a name that is no column and for an id that is no episode's.
         """
@@ -373,14 +375,16 @@ def _named_in(where: str | None, known: Mapping[str, TableColumn]) -> dict[str, 
     """The columns that a condition names. Raises AnalysisError when it is none."""
     if where is None:
         return {}
+    quoted = re.findall(r"`([^`]+)`", where)
     try:
-        tree = ast.parse(where, mode="eval")
+        tree = ast.parse(re.sub(r"`[^`]+`", "0", where), mode="eval")
     except SyntaxError as error:
         raise AnalysisError(
             f'where {where!r}: {error.msg}. Expected a condition such as "reward > 0.5 and '
             "task == 'addition'\"."
         ) from error
-    return _chosen(known, sorted({n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}))
+    names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    return _chosen(known, sorted(names.union(quoted)))
 
 
 def _table(shard: OpenShard, rows: Array, columns: Mapping[str, TableColumn]) -> pd.DataFrame:

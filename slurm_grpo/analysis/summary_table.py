@@ -71,12 +71,9 @@ def summary_text(run: RunData, *, max_rows: int, max_width: int, score: str | No
         by_version = summarize(episodes, groups, "version")
         by_version.index = [_version(int(v), size) for v in by_version.index]
         by_task = summarize(episodes, groups, "task").drop(columns="mismatch")
-        lines += [
-            "",
-            _text(by_version, "version", max_width),
-            "",
-            _text(by_task, "task", max_width),
-        ]
+        by_task = by_task.set_index(by_task.index.astype(str)).sort_index()
+        for name, frame in (("version", by_version), ("task", by_task)):
+            lines += ["", _text(frame, name, max_width)]
         lines += ["", LEGEND]
     return "\n".join(lines)
 

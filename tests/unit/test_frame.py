@@ -80,6 +80,7 @@ def test_a_condition_may_name_columns_of_the_group_and_the_step(run: RunDir) -> 
     assert list(opened.episodes(["group_id"], where).group_id) == [2, 2]
     assert len(opened.episodes(["group_id"], "step.isna()")) == 2
     assert len(opened.episodes(["group_id"], "completion_text == 'completion 1'")) == 4
+    assert len(opened.episodes(["group_id"], "`part_correct` > 0.5")) == 4
     assert list(opened.episodes(["reward", "task"], "reward > 5").columns) == ["reward", "task"]
 
 
@@ -87,6 +88,7 @@ def test_a_condition_may_name_columns_of_the_group_and_the_step(run: RunDir) -> 
     ("where", "message"),
     [
         ("rewrad > 1", "no column 'rewrad'. Did you mean reward?"),
+        ("`part of` > 1", "no column 'part of'"),
         ("reward >", "invalid syntax"),
         ("reward > 'a'", "where \"reward > 'a'\""),
     ],
