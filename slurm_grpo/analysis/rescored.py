@@ -192,7 +192,7 @@ def _parts(folder: Path, name: str, shard: OpenShard, rows: Array) -> Array:
 def _errors(folder: Path, shard: OpenShard, rows: Array) -> Array:
     scores, found = _scores(folder, shard), np.full(len(rows), None, object)
     if scores is not None:
-        found[:] = [decode(raw) for raw in scores.error[rows]]
+        found[:] = decode(scores.error[rows])
     return found
 
 
