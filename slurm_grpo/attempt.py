@@ -16,6 +16,7 @@ from typing import Any
 
 from slurm_grpo import proctree
 from slurm_grpo.errors import ConfigError, LockLost
+from slurm_grpo.fsio import storage_errors
 from slurm_grpo.rundir import AttemptDir, RunDir
 
 _HEARTBEAT_S = 10.0
@@ -23,16 +24,17 @@ _FOREIGN_WATCH_S = 3 * _HEARTBEAT_S
 
 
 def take_attempt(run: RunDir) -> int:
-    """Claim the next attempt number; mkdir decides between two claimants."""
-    run.create()
-    number = max(run.attempt_numbers(), default=-1) + 1
-    while True:
-        try:
-            run.attempt(number).root.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return number
+    """Claim the next attempt number; mkdir decides between two claimants. Raises StorageError."""
+    with storage_errors("take an attempt of", run.root):
+        run.create()
+        number = max(run.attempt_numbers(), default=-1) + 1
+        while True:
+            try:
+                run.attempt(number).root.mkdir()
+            except FileExistsError:
+                number += 1
+            else:
+                return number
 
 
 def record_path(attempt: AttemptDir) -> Path:

@@ -7,13 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from sample_episodes import assert_same_groups, make_group, make_run
 
 from slurm_grpo.fsio import sweep_temporaries
 from slurm_grpo.staging.manifest import read_manifest
 from slurm_grpo.staging.shards import list_shards, read_groups, read_ref
-
-N_KILLS = 25
 
 # Forks writers, so that imports are paid once; a writer names what it has published in a pipe.
 WRITERS = """
@@ -47,10 +46,13 @@ print(json.dumps(announced))
 """
 
 
-def test_a_writer_killed_at_any_instant_leaves_whole_files_or_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("n_kills", [25, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_writer_killed_at_any_instant_leaves_whole_files_or_none(
+    tmp_path: Path, n_kills: int
+) -> None:
     run = make_run(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-c", WRITERS, str(tmp_path), str(N_KILLS)],
+        [sys.executable, "-c", WRITERS, str(tmp_path), str(n_kills)],
         env={"PYTHONPATH": ":".join(sys.path)},
         stdout=subprocess.PIPE,
         check=True,
@@ -58,7 +60,7 @@ def test_a_writer_killed_at_any_instant_leaves_whole_files_or_none(tmp_path: Pat
     )
     announced = json.loads(done.stdout)
     shards = list_shards(run)
-    assert len(shards) >= len(announced) >= N_KILLS
+    assert len(shards) >= len(announced) >= n_kills
     assert {path for path, _ in shards} >= set(announced)
     for path, name in shards:
         ref = read_ref(run, path, deadline_s=0)
@@ -66,10 +68,10 @@ def test_a_writer_killed_at_any_instant_leaves_whole_files_or_none(tmp_path: Pat
         assert_same_groups(read_groups(run, ref, [group[0].group_id]), [group])
 
     manifests = [p for p in run.manifests.iterdir() if p.suffix == ".json"]
-    assert len(manifests) >= len(announced) - N_KILLS
+    assert len(manifests) >= len(announced) - n_kills
     for manifest in map(read_manifest, manifests):
         assert [run.root / path for _, path in manifest.groups if (run.root / path).exists()]
 
     n_left = len(list(run.episodes.iterdir())) - len(shards)
-    assert n_left <= N_KILLS
+    assert n_left <= n_kills
     assert sweep_temporaries(run.episodes, older_than_s=-1) == n_left
