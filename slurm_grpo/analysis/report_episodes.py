@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from slurm_grpo.analysis.report_facts import Facts
+from slurm_grpo.analysis.show import printable
 from slurm_grpo.analysis.token_text import load_tokenizer, token_texts
 
 N_SHOWN = 3
@@ -126,10 +127,7 @@ def _token(piece: str, logprob: float) -> str:
 
 def visible(text: str) -> str:
     """Escaped for a `<pre>`; what no page can show is spelled out."""
-    shown = "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
-    )
-    return escape(shown)
+    return escape(printable(text))
 
 
 def _tokenizer(facts: Facts) -> Any | None:
