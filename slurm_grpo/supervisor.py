@@ -87,11 +87,16 @@ def supervise(
             lock,
             console=console or Console(),
             launcher=launcher,
-            role_modules=role_modules or _ROLE_MODULES,
+            role_modules=role_modules or role_modules_of(cfg),
         )
         return supervisor.run_attempt()
     finally:
         lock.release()
+
+
+def role_modules_of(cfg: Config) -> dict[str, str]:
+    """The module behind each role: a replay's trainer follows another run's steps."""
+    return _ROLE_MODULES if cfg.run.replay_of is None else _REPLAY_MODULES
 
 
 class Supervisor:

@@ -25,6 +25,7 @@ from slurm_grpo.metrics import MetricsWriter
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging.manifest import Manifest, publish_manifest
 from slurm_grpo.staging.shards import publish_groups
+from slurm_grpo.supervisor import role_modules_of
 
 
 @pytest.fixture
@@ -54,6 +55,7 @@ def test_the_replay_has_no_engines_and_its_own_place_beside_the_run(source: RunD
     assert (cfg.generator.n_engines, cfg.evaluation.n_prompts) == (0, 0)
     assert cfg.trainer.optimizer.lr == 1e-6
     assert cfg.run.replay_of == str(source.root)
+    assert role_modules_of(cfg) == {"trainer": "slurm_grpo.trainer.replay"}
     assert cfg.run.name.startswith("source-replay-")
     assert cfg.run.runs_dir == str(source.root.parent)
     assert ignored == []
