@@ -97,7 +97,7 @@ def build_report(facts: Facts) -> str:
         f"model {Path(str(config.get('model.path', '?'))).name}",
         f"task {config.get('task.name', '?')}",
         f"seed {config.get('run.seed', '?')}",
-        f"{len(facts.steps)} of {config.get('run.steps', '?')} steps",
+        f"{len(facts.run.index.manifests)} of {config.get('run.steps', '?')} steps",
         f"{len(facts.episodes):,} episodes on disk",
         *([f"rewards of the rescoring {facts.score}"] if facts.score else []),
         *([f"a replay of {config['run.replay_of']}"] if config.get("run.replay_of") else []),
@@ -198,17 +198,22 @@ def _was_on_policy(facts: Facts) -> Card:
     if len(ages):
         bound = facts.run.config.get("algorithm.max_staleness", "?")
         lines.append(_paragraph(f"of trained episodes; oldest {ages.max():.0f}, bound {bound}"))
-    k3, worst = facts.median("trainer/mismatch_k3_nats"), facts.largest("trainer/mismatch_max_nats")
-    lines.append(_paragraph(f"mismatch {k3:.2g} nats (median k3), largest {worst:.2g} of a token"))
-    lines.append(_paragraph(f"{_percent(facts.median('trainer/clip_fraction'))} of tokens clipped"))
+    if facts.steps:
+        k3 = facts.median("trainer/mismatch_k3_nats")
+        worst = facts.largest("trainer/mismatch_max_nats")
+        clipped = _percent(facts.median("trainer/clip_fraction"))
+        lines += [
+            _paragraph(f"mismatch {k3:.2g} nats (median k3), largest {worst:.2g} of a token"),
+            _paragraph(f"{clipped} of tokens clipped (median)"),
+        ]
     big = f"{_percent((ages == 0).mean())} on-policy" if len(ages) else "-"
-    return "Was it on-policy?", big, lines if facts.steps else [_paragraph("no step yet")]
+    return "Was it on-policy?", big, lines or [_paragraph("no step yet")]
 
 
 def _where_time_went(facts: Facts) -> Card:
     question = "Where did the time go?"
     if not facts.steps:
-        return question, "-", [_paragraph("no step yet")]
+        return question, "-", [_paragraph("no step was logged yet")]
     seconds = facts.phases().sum().sort_values(ascending=False)
     share = seconds / seconds.sum()
     lines = [_paragraph(f"{_percent(v)} {n}") for n, v in share.items() if v >= 0.05]
@@ -229,8 +234,10 @@ def _notes(facts: Facts) -> str:
 
     index, config = facts.run.index, facts.run.config
     notes = []
-    if not facts.steps:
+    if not index.manifests:
         notes.append("No step has been taken yet; most of this page is empty.")
+    elif not facts.steps:
+        notes.append("No metrics of steps (metrics/trainer.jsonl): curves and times are missing.")
     if not facts.evaluations:
         off = config.get("evaluation.n_prompts") == 0
         why = "is turned off (evaluation.n_prompts: 0)" if off else "has not happened yet"
@@ -245,8 +252,8 @@ def _notes(facts: Facts) -> str:
         notes.append(f"{len(facts.run.damaged)} damaged files are left out: {names}.")
     if len(facts.episodes) and not has_token_texts(facts):
         notes.append(
-            "Answers are not tinted by log-probability: that needs the `tokenizers` package and "
-            f"the model's tokenizer.json ({config.get('model.path')})."
+            "Answers are not tinted by log-probability: that needs the `tokenizers` package, and "
+            f"tokenizer.json in {config.get('model.path', 'the model directory')} or an export."
         )
     if config.get("run.replay_of"):
         notes.append(
@@ -291,7 +298,7 @@ def _steps(facts: Facts) -> str:
     rows = [[row["step"], *(_number(row.get(key), 4) for key in known)] for row in chosen]
     title = "Every step" if every == 1 else f"Every {every}th step"
     if not rows:
-        return '<p class="missing">No step has been taken yet.</p>'
+        return '<p class="missing">No step was logged yet.</p>'
     table = _table(["step", *known.values()], rows)
     return f"<details><summary>{title}, as numbers</summary>{table}</details>"
 

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from slurm_grpo.analysis.report_facts import Facts
-from slurm_grpo.analysis.show import printable
+from slurm_grpo.analysis.terminal import printable
 from slurm_grpo.analysis.token_text import load_tokenizer, token_texts
 
 N_SHOWN = 3
