@@ -26,7 +26,7 @@ from slurm_grpo.errors import ConfigError, ExitCode, SlurmGrpoError
 from slurm_grpo.outcome import Ending
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.allocation import Allocation, read_allocation
-from slurm_grpo.slurm.requeue import Act, next_act, requeue
+from slurm_grpo.slurm.requeue import Act, next_act, requeue, wait_for_successor
 from slurm_grpo.slurm.srun_steps import SrunLauncher
 from slurm_grpo.summary import Summary
 from slurm_grpo.supervisor import supervise
@@ -43,8 +43,8 @@ class RunFailed(SlurmGrpoError):
 def run_batch(run_dir: str, *, role_modules: dict[str, str] | None = None) -> Summary:
     """Run the next attempt in this job; the summary of a run that is finished or was stopped.
 
-    A job that goes back into the queue, or is cancelled, leaves no result: Slurm ends the process.
-    Raises SlurmGrpoError, with the end of the failing role's log, when the run failed.
+    A job that goes back into the queue does not return: Slurm ends the process. Raises
+    SlurmGrpoError, with the end of the failing role's log, when the run failed or was cancelled.
     """
     run = RunDir(Path(run_dir))
     cfg = read_frozen(run.config)
@@ -68,7 +68,9 @@ def run_batch(run_dir: str, *, role_modules: dict[str, str] | None = None) -> Su
     _say(f"job {allocation.reference}: {act.value}: {why}")
     if act is Act.REQUEUE:
         _come_back(allocation, run)
-    if outcome.ending in (Ending.CANCELLED, Ending.REPLACED):
+    if outcome.ending is Ending.REPLACED:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        wait_for_successor(allocation)
         sys.exit(outcome.exit_code)
     if act is Act.FAIL:
         error = RunFailed(outcome.explanation)

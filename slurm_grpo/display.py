@@ -264,7 +264,8 @@ def show_end(run: RunDir, summary: Summary, console: Console, *, picture: str | 
     for phase, value in summary["phase_s_median"].items():
         if value is not None:
             table.add_row(f"  {_PHASE_LABELS[phase]}", _seconds(value))
-    table.add_row("peak memory", f"{summary['peak_pss_bytes'] / 2**30:.2f} GiB, all processes")
+    if summary["peak_pss_bytes"]:  # measured where all processes are on one machine
+        table.add_row("peak memory", f"{summary['peak_pss_bytes'] / 2**30:.2f} GiB, all processes")
     table.add_row("wall time", clock(summary["wall_s"]))
     console.print()
     console.print(table)

@@ -44,6 +44,9 @@ FINISH_S = 60.0
 """Seconds the roles have to leave by themselves once the run is finished."""
 MAX_END_S = 6.0
 """Whatever `cluster.stop_grace_s` says, everything is killed this long after a stop."""
+LAST_MOMENT_S = 1.0
+"""Seconds the roles have at the time limit: Slurm kills the supervisor soon, and it has to requeue
+the job before."""
 _PSS_EVERY_S = 3.0
 _ROLE_MODULES = {"engine": "slurm_grpo.generator.role", "trainer": "slurm_grpo.trainer.role"}
 _REPLAY_MODULES = {"trainer": "slurm_grpo.trainer.replay"}
@@ -172,16 +175,18 @@ class Supervisor:
         self._launcher.prepare(self._attempt)
         self._server = ControlServer(self._scheduler, self._attempt, self._launcher.control_host)
         self._display = make_display(self._run, self._cfg, self._console)
-        reason = "the supervisor failed"
+        reason, grace_s = "the supervisor failed", min(self._cfg.cluster.stop_grace_s, MAX_END_S)
         try:
             if self._cfg.cluster.kind == "local":  # else a role's host records its own
                 self._record_versions()
             self._start_all()
             outcome = self._watch()
             reason = outcome.error or "the run is finished"
+            if outcome.ending is Ending.TIME_LIMIT:
+                grace_s = LAST_MOMENT_S
             return outcome
         finally:
-            self._end_all(reason)
+            self._end_all(reason, grace_s)
             self._launcher.close()
             self._server.close()
             with contextlib.suppress(OSError):  # the terminal may be gone
@@ -289,6 +294,9 @@ class Supervisor:
                     scheduler.trainer_exited(index, now)
         if finished is not None:
             return None
+        ending, why = self._launcher.why_told()
+        if ending not in (Ending.SIGNALLED, Ending.BOUNDARY):
+            return Outcome(ending=ending, exit_code=ExitCode.STOPPED, error=why)
         trainers = {peer: code for peer, code in codes.items() if peer.startswith("trainer-")}
         if trainers:
             peer = next((p for p in trainers if p in self._overdue), first_to_blame(trainers))
@@ -389,11 +397,11 @@ class Supervisor:
 
     # Ending
 
-    def _end_all(self, reason: str) -> None:
+    def _end_all(self, reason: str, grace_s: float) -> None:
         """Ask the roles to leave, then make them."""
         try:
             if self._steps:
-                self._ask_to_leave(reason)
+                self._ask_to_leave(reason, grace_s)
         finally:
             self._kill_all()
             deadline = time.monotonic() + MAX_END_S
@@ -403,10 +411,9 @@ class Supervisor:
             for peer, step in self._steps.items():  # in a system call that never returns
                 log.error("%s, pid %d, does not die; its log: %s", peer, step.pid, step.spec.log)
 
-    def _ask_to_leave(self, reason: str) -> None:
+    def _ask_to_leave(self, reason: str, grace_s: float) -> None:
         with self._server.locked() as scheduler:
             scheduler.request_stop(reason, time.monotonic())
-        grace_s = min(self._cfg.cluster.stop_grace_s, MAX_END_S)
         started, is_terminated = time.monotonic(), False
         while self._steps and (waited := time.monotonic() - started) < grace_s:
             if not is_terminated and waited > grace_s / 2:

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 LEFTOVERS_S = 120.0
 """Longest wait for the end of an earlier life's steps."""
 _POLL_S = 2.0
+_SUCCESSOR_POLL_S = 30.0
 
 
 class Act(Enum):
@@ -57,10 +58,11 @@ def next_act(outcome: Outcome, *, has_new_checkpoint: bool, n_left: int) -> tupl
 
 
 def why_told_to_end(allocation: Allocation) -> tuple[Ending, str]:
-    """What SIGTERM means, by Slurm's account, and a sentence on it.
+    """What SIGTERM, or the end of steps, means by Slurm's account, and a sentence on it.
 
-    BOUNDARY: preempted, with time left. SIGNALLED when Slurm knows of no reason, or does not
-    answer: a cancelled job must not come back by mistake.
+    BOUNDARY: preempted, with time left. REPLACED: requeued, since this node seems lost. SIGNALLED
+    when Slurm knows of no reason, or does not answer: a cancelled job must not come back by
+    mistake.
     """
     try:
         states = job_states([allocation.reference])[allocation.reference]
@@ -69,6 +71,8 @@ def why_told_to_end(allocation: Allocation) -> tuple[Ending, str]:
     words = ", ".join(f"component {s.component} {s.state}, reason {s.reason}" for s in states)
     if any(s.reason == "TimeLimit" or s.state == "TIMEOUT" for s in states):
         return Ending.TIME_LIMIT, f"the time limit is reached ({words})"
+    if states[0].state in ("PENDING", "REQUEUED"):
+        return Ending.REPLACED, f"Slurm takes this node for lost and has requeued the job ({words})"
     if all(s.state == "RUNNING" for s in states):
         if _is_preempted(allocation):
             return Ending.BOUNDARY, "Slurm wants the nodes for another job"
@@ -105,6 +109,16 @@ def _leftover_steps(allocation: Allocation) -> list[str]:
     ids = ",".join(component.job_id for component in allocation.components)
     # Numbered ones: not J.batch, J.extern.
     return re.findall(r"^\d+\.\d+$", _ask("squeue", "-h", "-s", "-j", ids, "-o", "%i"), re.M)
+
+
+def wait_for_successor(allocation: Allocation) -> None:
+    """Wait while this job is in the queue again, though its former batch step, this one, lives.
+
+    Slurm would take the end of this one for the end of the whole job, mark component 1 as ended,
+    and never start the leader again. Once the new life runs it ignores its predecessor's end.
+    """
+    while why_told_to_end(allocation)[0] is Ending.REPLACED:
+        time.sleep(_SUCCESSOR_POLL_S)
 
 
 def requeue(allocation: Allocation) -> str:

@@ -111,8 +111,8 @@ class StepLauncher(Protocol):
         """Whether somebody else has asked a step to end since this was last asked."""
 
     def why_told(self) -> tuple[Ending, str]:
-        """Why the supervisor or its steps were told to end: BOUNDARY when there is time for a
-        checkpoint, and a sentence."""
+        """Why the supervisor or its steps were told to end, or did: BOUNDARY when there is time for
+        a checkpoint, SIGNALLED when the surroundings know of no reason; and a sentence."""
 
     def close(self) -> None:
         """See the end of what the steps needed; none is running any more."""

@@ -106,7 +106,7 @@ def test_a_killed_trainer_rank_costs_a_requeue_when_a_checkpoint_was_made(
 
 def test_a_failing_run_shows_as_failed_with_the_traceback_last(submit: Submit) -> None:
     job = submit({"trainer": {"optimizer": {"lr": 1e30}, "schedule": {"warmup_steps": 0}}})
-    assert job.wait_end() == ["FAILED", "COMPLETED"], job.explain()
+    assert job.wait_end() == ["FAILED", "FAILED"], job.explain()
     assert_ended(job)
     last = job.output.rstrip().splitlines()[-1]
     assert last == job.run.attempt(0).log("trainer-0").read_text().rstrip().splitlines()[-1]
