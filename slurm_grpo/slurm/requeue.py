@@ -21,7 +21,7 @@ from slurm_grpo.slurm.queue import job_states
 
 log = logging.getLogger(__name__)
 
-LEFTOVERS_S = 120.0
+LEFTOVERS_S = 300.0
 """Longest wait for the end of an earlier life's steps."""
 _POLL_S = 2.0
 _SUCCESSOR_POLL_S = 30.0
@@ -102,6 +102,7 @@ def end_leftover_steps(allocation: Allocation) -> None:
                 f"{allocation.job_id} -o '%i %N'`; then resume the run."
             )
         _ask("scancel", "--signal=KILL", *left)
+        _ask("scancel", *left)  # also ends a step that waits for a frozen srun
         time.sleep(_POLL_S)
 
 
