@@ -108,7 +108,8 @@ def build_report(facts: Facts) -> str:
         name=escape(facts.run.name),
         state=escape(standing.word),
         tone={"done": "good", "failed": "bad", "died": "bad"}.get(standing.word, ""),
-        subtitle=escape(" · ".join(about)) + _paragraph(standing.detail, "bad"),
+        subtitle=escape(" · ".join(about)),
+        detail=_paragraph(standing.detail, "bad"),
         links="".join(f'<li><a href="#{_anchor(t)}">{t}</a></li>' for t in sections),
         body=body,
         footer=escape(

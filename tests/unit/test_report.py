@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from argparse import Namespace
 from dataclasses import replace
@@ -164,6 +165,14 @@ def test_a_single_step_whose_scoring_failed_everywhere_is_shown(tmp_path: Path) 
     check_page(page)
     assert "boom &lt;b&gt;" in page
     assert "The run has no config.yaml" in page
+
+
+def test_a_run_that_died_says_why_it_is_taken_for_dead(trained: RunDir) -> None:
+    os.utime(trained.attempt(0).root, (0, 0))
+    page = build_report(Facts(open_run(trained.root)))
+    check_page(page)
+    assert '<span class="state bad">died</span>' in page
+    assert "no sign of life for" in page
 
 
 def test_gone_and_damaged_episodes_are_told(trained: RunDir) -> None:
