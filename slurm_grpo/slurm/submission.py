@@ -17,7 +17,7 @@ from pathlib import Path
 
 from submitit.core.utils import UncompletedJobError
 
-from slurm_grpo.batch import run_batch
+from slurm_grpo.batch import RunFailed, run_batch
 from slurm_grpo.config import Config
 from slurm_grpo.errors import ConfigError, ExitCode, JobFailed
 from slurm_grpo.fsio import storage_errors, write_durably
@@ -27,6 +27,8 @@ from slurm_grpo.slurm.script import job_script, submitit_command
 from slurm_grpo.slurm.submit_env import require_sbatch, run_sbatch
 from slurm_grpo.versions import PACKAGE_ROOT, VERSION_FILE, code_version
 
+_LAUNCHER = "launch/submit.py"
+"""Goes along: what a run prints at its end names the launcher beside the package."""
 _LOOK_S = 1.0
 
 
@@ -76,6 +78,9 @@ def snapshot_package(code_dir: Path) -> None:
             ignore=shutil.ignore_patterns("__pycache__"),
         )
         (code_dir / VERSION_FILE).write_text(code_version())
+        if (script := PACKAGE_ROOT / _LAUNCHER).is_file():
+            (code_dir / _LAUNCHER).parent.mkdir()
+            shutil.copy(script, code_dir / _LAUNCHER)
 
 
 def wait_for_end(submission: Submission) -> int:
@@ -102,7 +107,10 @@ def wait_for_end(submission: Submission) -> int:
     try:
         summary = job.result()
     except UncompletedJobError as error:
-        raise JobFailed(f"job {job.job_id} failed. {error}") from None
+        # Submitit shows its own frames around what the run said.
+        text = str(error).rpartition(f"{RunFailed.__module__}.{RunFailed.__name__}: ")[2]
+        words = text.partition(f"\n{22 * '-'}\nYou can check")[0].strip()
+        raise JobFailed(f"job {job.job_id}: {words}") from None
     return ExitCode.OK if summary["status"] == "done" else ExitCode.STOPPED
 
 

@@ -218,9 +218,7 @@ def test_waiting_ends_with_the_failing_text(submit: Submit) -> None:
     done = submit("--wait", setup="echo the module is gone; exit 3")
     assert done.returncode == ExitCode.FAILURE
     assert "the module is gone" in done.stdout
-    assert re.search(
-        r"error: job \d+ failed\. .*FAILED.*the module is gone", done.stderr, re.DOTALL
-    )
+    assert re.search(r"error: job \d+: .*FAILED.*the module is gone", done.stderr, re.DOTALL)
 
 
 # -- the job and its watcher -----------------------------------------------------------------------
