@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,17 @@ from model_shell import make_model_shell
 
 from slurm_grpo.config import Config
 from slurm_grpo.config_io import load_config
-from slurm_grpo.slurm.script import array_script, cpus_per_node, job_script, submitit_command
+from slurm_grpo.slurm import srun_steps
+from slurm_grpo.slurm.allocation import Allocation, Component
+from slurm_grpo.slurm.placement import place
+from slurm_grpo.slurm.script import (
+    array_script,
+    cpus_per_node,
+    job_script,
+    node_groups,
+    submitit_command,
+)
+from slurm_grpo.slurm.srun_steps import srun_command
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = [
@@ -35,6 +46,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Confi
     """Loads the example for clusters."""
     model = make_model_shell(tmp_path / "model")
     monkeypatch.setattr(sys, "executable", "/envs/base/bin/python")
+    monkeypatch.setattr(srun_steps, "PACKAGE_ROOT", Path("/shared/runs/r/jobs/0/code"))
 
     def load(*options: str, site: str = "plain") -> Config:
         fixed = ["--model.path", str(model), "--run.runs_dir", "/shared/runs", "--run.name", "r"]
@@ -53,6 +65,23 @@ def text_of(cfg: Config) -> str:
     return job_script(cfg, job_dir=job_dir, code_dir=job_dir / "code", command=command)
 
 
+def steps_of(cfg: Config) -> str:
+    """The sruns of the supervisor for one engine and for the ranks, on hosts x0, x1, ..."""
+    hosts = [tuple(f"x{k}" for k in range(g.nodes)) for g in node_groups(cfg).values()]
+    components = tuple(
+        Component(job_id=str(7 + k), hosts=h, cpus=(n,) * len(h))
+        for k, (h, n) in enumerate(zip(hosts, cpus_per_node(cfg), strict=True))
+    )
+    allocation = Allocation(job_id="7", reference="7", restart_count=0, components=components)
+    seats = place(cfg, hosts)
+    ranks = [seat for peer, seat in seats.items() if peer.startswith("trainer-")]
+    attempt = Path(cfg.run.runs_dir) / cfg.run.name / "attempts/0"
+    return "".join(
+        shlex.join(srun_command(cfg, allocation, name, of, attempt / f"{name}.tasks.json")) + "\n"
+        for name, of in (("engine-0", [seats["engine-0"]]), ("trainers", ranks))
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "site", "options"),
     [
@@ -63,14 +92,17 @@ def text_of(cfg: Config) -> str:
         ("apptainer", "apptainer", [*GPUS, *IN_CONTAINER]),
     ],
 )
-def test_the_whole_script_of_a_job(
+def test_the_whole_script_of_a_job_and_its_steps(
     name: str,
     site: str,
     options: list[str],
     load: Callable[..., Config],
     check_golden: Callable[[str, str], None],
 ) -> None:
-    check_golden(f"scripts/{name}.sh", text_of(load(*options, site=site)))
+    cfg = load(*options, site=site)
+    check_golden(
+        f"scripts/{name}.sh", f"{text_of(cfg)}\n# Then, by the supervisor:\n{steps_of(cfg)}"
+    )
 
 
 def test_the_whole_script_of_an_array(
