@@ -54,18 +54,13 @@ Points = tuple[Sequence[float], Sequence[float]]
 """Steps, and the value at each."""
 
 
-def line_chart(
-    title: str, lines: Mapping[str, Points], *, log: bool = False, markers: Sequence[str] = ()
-) -> str:
-    """Lines over steps as inline SVG; those named in `markers` are sparse: points, labelled."""
+def line_chart(title: str, lines: Mapping[str, Points], *, log: bool = False) -> str:
+    """Lines over steps as inline SVG."""
     with _Chart(title) as chart:
         for (name, points), colour in zip(lines.items(), SERIES * len(lines), strict=False):
-            if name in markers:
-                draw_labelled(chart.axes, points, name, colour)
-            else:
-                x, y = thinned(points)
-                style = "o" if len(x) == 1 else "-"
-                chart.axes.plot(x, y, style, color=colour, linewidth=1.4, markersize=4, label=name)
+            x, y = thinned(points)
+            style = "o" if len(x) == 1 else "-"
+            chart.axes.plot(x, y, style, color=colour, linewidth=1.4, markersize=4, label=name)
         if log:
             chart.axes.set_yscale("log")
         chart.finish(legend=len(lines) > 1)

@@ -160,7 +160,7 @@ def _is_learning(facts: Facts) -> Card:
 
 
 def _on_which_tasks(facts: Facts) -> Card:
-    table = facts.tasks()
+    table = facts.tasks
     if table.empty:
         return "On which tasks?", "-", [_paragraph("no episodes on disk")]
     changes = {row["task"]: row["change"] for row in table.to_dict("records") if row["change"]}
@@ -270,7 +270,7 @@ def _notes(facts: Facts) -> str:
 
 
 def _tasks(facts: Facts) -> str:
-    table = facts.tasks()
+    table = facts.tasks
     if table.empty:
         return ""
     header = ["task", "prompts", "episodes", "reward", "early → late", "change", "length"]

@@ -78,13 +78,13 @@ class Facts:
     @cached_property
     def windows(self) -> tuple[list[int], list[int]]:
         """The earliest and the latest fifth of the policy versions; both empty below two."""
-        versions = sorted(self.episodes["version"].unique().tolist())
+        versions = sorted(v for v in self.episodes["version"].unique().tolist() if v >= 0)
         size = max(1, len(versions) // 5)
         return (versions[:size], versions[-size:]) if len(versions) > 1 else ([], [])
 
     def change(self, column: str = "reward", task: str | None = None) -> Change | None:
         """How a column's mean changed over the run; None where one end has nothing."""
-        chosen = self.episodes if task is None else self.episodes[self.episodes["task"] == task]
+        chosen = self._of(task)
         means = []
         for window in self.windows:
             of = chosen[chosen["version"].isin(window)]
@@ -95,6 +95,10 @@ class Facts:
         error = math.sqrt(sum(m.var(ddof=1) / len(m) if len(m) > 1 else math.nan for m in means))
         return Change(float(early.mean()), float(late.mean()), error)
 
+    def _of(self, task: str | None) -> pd.DataFrame:
+        return self.episodes if task is None else self.episodes[self.episodes["task"] == task]
+
+    @cached_property
     def tasks(self) -> pd.DataFrame:
         """One row per task: episodes, prompts, change of reward, and how answers ended."""
         rows = []
@@ -122,16 +126,16 @@ class Facts:
         """A trainer metric over steps."""
         return series(self.rows, key)
 
-    def by_step(self, column: str, statistic: str = "mean", q: float | None = None) -> Points:
-        """A statistic of the trained episodes of each step."""
+    def by_step(self, column: str, q: float | None = None) -> Points:
+        """The mean, or the quantile `q`, of each step's trained episodes."""
         of = self.trained.groupby("step")[column]
-        values = (of.quantile(q) if q is not None else of.agg(statistic)).dropna()
+        values = (of.mean() if q is None else of.quantile(q)).dropna()
         return values.index.astype("f8").tolist(), values.astype("f8").tolist()
 
     def by_version(self, column: str, task: str | None = None) -> Points:
         """A column's mean over all episodes of each policy version, trained on or not, at the step
         that follows the version."""
-        chosen = self.episodes if task is None else self.episodes[self.episodes["task"] == task]
+        chosen = self._of(task)
         values = chosen[chosen["version"] >= 0].groupby("version")[column].mean().dropna()
         return (values.index + 1).tolist(), values.astype("f8").tolist()
 
@@ -139,7 +143,7 @@ class Facts:
         """Seconds of each phase in each step, by step; `other` is what the phases leave."""
         table = pd.DataFrame(
             {
-                name: [row.get(PHASES[p], 0.0) for row in self.steps]
+                name: [row.get(PHASES[p]) or 0.0 for row in self.steps]
                 for p, name in PHASE_NAMES.items()
             },
             index=[row["step"] for row in self.steps],
