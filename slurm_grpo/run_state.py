@@ -83,10 +83,15 @@ def stand_where_possible(runs: Sequence[RunDir]) -> list[Standing]:
         standings = [judge(run, []) for run in runs]
         return [
             dataclasses.replace(standing, word="unknown", detail=str(error))
-            if standing.word in ("died", "not started") and submitted_jobs(run)
+            if standing.word in ("died", "not started") and may_have_a_job(run)
             else standing
             for run, standing in zip(runs, standings, strict=True)
         ]
+
+
+def may_have_a_job(run: RunDir) -> bool:
+    """Whether it was submitted, or by anybody may have been."""
+    return bool(submitted_jobs(run)) or (run.root.parent / ARRAY_SCRIPT).is_file()
 
 
 def stand_all(runs: Sequence[RunDir]) -> list[Standing]:
@@ -103,7 +108,7 @@ def stand_all(runs: Sequence[RunDir]) -> list[Standing]:
     }
     standings = []
     for run in runs:
-        queued = [known[job] for job in jobs[run]]
+        queued = [[c for c in known[job] if is_of(c, run)] for job in jobs[run]]
         if tasks := arrays.get(run.root.parent):
             number = element_number(run)
             queued += [[task] for task in tasks if task.task == number]
@@ -111,10 +116,18 @@ def stand_all(runs: Sequence[RunDir]) -> list[Standing]:
     return standings
 
 
+def is_of(component: ComponentState, run: RunDir) -> bool:
+    """Whether a job is the run's, and not another's with its number: on another cluster, or after
+    ids began anew."""
+    script = os.path.realpath(component.script)
+    ours = (os.path.realpath(run.root) + "/", os.path.realpath(run.root.parent / ARRAY_SCRIPT))
+    return not component.script or script.startswith(ours)
+
+
 def _newest(jobs: Sequence[Sequence[ComponentState]]) -> Sequence[ComponentState]:
     """Of a run's jobs, oldest first, the last that is alive; else the last that Slurm knows."""
     alive = [job for job in jobs if any(c.is_alive for c in job)]
-    known = [job for job in jobs if job[0].state != UNKNOWN]
+    known = [job for job in jobs if job and job[0].state != UNKNOWN]
     return (alive or known or [[]])[-1]
 
 

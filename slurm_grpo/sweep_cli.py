@@ -41,8 +41,11 @@ _DESCRIPTION = (
 )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Do what `argv` (without the program's name) asks for; the exit code."""
+def main(argv: Sequence[str], start: launch_cli.Supervise | None = None) -> int:
+    """Do what `argv` (without the program's name) asks for; the exit code.
+
+    `start` runs an element on this machine, as in `launch_cli.main`.
+    """
     arguments, overrides = _parser().parse_known_args(argv)
     try:
         sweep = read_sweep(arguments.sweep)
@@ -69,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
             _say_how(folder, todo, kind, arguments)
             return ExitCode.OK
         if kind == "local":
-            return _run_here(todo)
+            return _run_here(todo, start)
         if kind == "array":
             _submit_array(folder, todo, arguments.max_running)
         else:
@@ -222,12 +225,12 @@ def _after(cfg: Config, job_id: str | None) -> Config:
     return dataclasses.replace(cfg, cluster=dataclasses.replace(cfg.cluster, generators=generators))
 
 
-def _run_here(todo: Sequence[Element]) -> int:
+def _run_here(todo: Sequence[Element], start: launch_cli.Supervise | None) -> int:
     """One element after the other; those after a failed one too, but not after an interruption."""
     worst = int(ExitCode.OK)
     for element in todo:
         _say(f"\n{element.run.root.name}: {describe(element.changes)}")
-        code = launch_cli.main(["--resume", str(element.run.root)])
+        code = launch_cli.main(["--resume", str(element.run.root)], start)
         if code > 128 or code == ExitCode.STOPPED:
             return code
         worst = max(worst, code)

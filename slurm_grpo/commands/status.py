@@ -33,7 +33,7 @@ from slurm_grpo.display import (
     sparkline,
 )
 from slurm_grpo.errors import ExitCode
-from slurm_grpo.run_state import Standing, find_run, stand
+from slurm_grpo.run_state import Standing, element_number, find_run, stand
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.summary import evaluations
 
@@ -237,4 +237,6 @@ def _read_log(run: RunDir, attempt: int | None) -> tuple[list[str], int]:
 def _slurm_out(run: RunDir) -> str | None:
     """Output of the newest job, which has what went wrong before the supervisor had a log."""
     paths = [p for p in (run.root / "jobs").glob("*/slurm.out") if not p.parent.is_symlink()]
+    if (number := element_number(run)) is not None:
+        paths += (run.root.parent / "logs").glob(f"*_{number}.out")
     return str(max(paths, key=lambda p: p.stat().st_mtime)) if paths else None

@@ -12,7 +12,7 @@ from slurm_grpo.config_io import read_frozen
 from slurm_grpo.display import StepFeed, clock, number, remaining_s, sparkline
 from slurm_grpo.errors import ExitCode
 from slurm_grpo.run_state import Standing, stand_where_possible, tally
-from slurm_grpo.sweep import ElementRow, find_sweep, short_names
+from slurm_grpo.sweep import ElementRow, compress, find_sweep, short_names
 
 _SPARK_COLUMNS = 10
 _STYLES = {"done": "green", "running": "cyan", "failed": "red", "died": "red"}
@@ -37,10 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console()
     console.print(table)
     console.print(Text(tally(standings), style="bold"))
+    reasons: dict[str, list[int]] = {}
     for row, standing in zip(rows, standings, strict=True):
         if standing.detail and not standing.is_alive and standing.word != "done":
-            line = f"{row.index}: {standing.detail.splitlines()[0]}"
-            console.print(line, style="yellow", markup=False, highlight=False)
+            reasons.setdefault(standing.detail.splitlines()[0], []).append(row.index)
+    for reason, indices in reasons.items():
+        line = f"{compress(indices)}: {reason}"
+        console.print(line, style="yellow", markup=False, highlight=False)
     return ExitCode.OK
 
 

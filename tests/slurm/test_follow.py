@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from runs import wait_until
+from runs import ROOT, TESTS, step_rows, wait_until
 from slurm_cluster import Cluster, running_cluster, why_not
+from slurm_runs import submit as submit_run
+from slurm_runs import write_config
 
 from slurm_grpo.cli import main
 from slurm_grpo.config import ClusterConfig, Config
@@ -31,6 +37,7 @@ HET = (
 def slurm_conf(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process asks the test's cluster, whatever the user's own settings of squeue are."""
     monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))  # where the reward function is
     monkeypatch.setenv("SQUEUE_FORMAT", "%j")
     monkeypatch.setenv("SLURM_CLUSTERS", "elsewhere")
     yield
@@ -125,3 +132,73 @@ def test_a_queued_run_is_seen_and_cancelled(
     assert stand(run).word == "cancelled"
     assert main(["cancel", str(run.root)]) == ExitCode.OK
     assert "nothing to cancel" in capsys.readouterr().out
+
+
+def test_a_run_is_followed_across_a_requeue_cancelled_and_resumed(
+    cluster: Cluster,
+    tmp_path: Path,
+    tiny_model_dir: Callable[[], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    changes = {
+        "run": {"steps": 400},
+        "algorithm": {"groups_per_step": 2, "group_size": 2},
+        "trainer": {"checkpoint": {"every_steps": 0}},
+    }
+    job = submit_run(cluster, write_config(tmp_path, tiny_model_dir(), changes))
+    name = str(job.run.root)
+    followed = tmp_path / "followed.txt"
+    with followed.open("wb") as out:
+        program = [sys.executable, "-c", "import sys; from slurm_grpo.cli import main; main()"]
+        arguments = ["logs", name, "--follow", "--role", "trainer"]
+        follower = subprocess.Popen(
+            [*program, *arguments], stdout=out, stderr=out, env=cluster.env, cwd=ROOT
+        )
+    try:
+        job.wait_step(2)
+        report = status(name, capsys)
+        parts = report["job"]["components"]
+        assert (report["state"], report["attempt"]) == ("running", 0)
+        assert [(c["name"], c["state"]) for c in parts] == [
+            ("generators", "RUNNING"),
+            ("trainers", "RUNNING"),
+        ]
+        assert report["step"] >= 2
+        assert report["remaining_s"] > 0
+        assert report["trained_tokens_per_s"] > 0
+
+        job.usr1()
+        job.wait_attempt(1)
+        wait_until(lambda: step_rows(job.run)[-1]["attempt"] == 1, 60, "a step of attempt 1")
+        report = status(name, capsys)
+        assert (report["state"], report["attempt"], report["n_attempts"]) == ("running", 1, 2)
+        assert report["checkpoint"] > 0
+
+        assert main(["cancel", name]) == ExitCode.OK
+        assert capsys.readouterr().out == f"{name}: cancelled.\n"
+        assert job.wait_end(5) == ["CANCELLED", "CANCELLED"]
+        assert status(name, capsys)["state"] in ("cancelled", "interrupted")
+        assert follower.wait(60) == 0
+    finally:
+        follower.kill()
+        follower.wait()
+    text = followed.read_text()
+    assert "==> test: attempt 1 <==" in text
+    first = job.run.attempt(0).log("trainer-0").read_text()
+    second = job.run.attempt(1).log("trainer-0").read_text()
+    shown = [line for line in text.splitlines() if not line.startswith("==> ")]
+    assert shown == (first + second).splitlines()
+
+    done = status(name, capsys)["step"]
+    assert main(["resume", name, "--run.steps", str(done + 1)]) == ExitCode.OK
+    assert main(["status", name]) == ExitCode.OK
+    capsys.readouterr()
+    wait_until(lambda: not stand(job.run).is_alive, 120, "the resumed run to end")
+    report = status(name, capsys)
+    assert (report["state"], report["step"]) == ("done", done + 1), job.explain()
+
+
+def status(name: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["status", name, "--json"]) == ExitCode.OK
+    return dict(json.loads(capsys.readouterr().out))

@@ -20,6 +20,7 @@ from slurm_grpo.run_state import (
     SILENCE_S,
     element_number,
     find_run,
+    is_of,
     judge,
     live_supervisor_here,
     stand,
@@ -168,6 +169,14 @@ def test_jobs_to_cancel_are_the_living_and_elements_of_an_array_by_their_number(
     assert judge(run, [job("RUNNING"), job("RUNNING", component=1)]).job_ids == ["7"]
     assert judge(run, [element]).job_ids == ["8_3"]
     assert judge(run, [job("COMPLETED")]).job_ids == []
+
+
+def test_another_jobs_script_under_a_reused_id_is_not_the_runs(run: RunDir) -> None:
+    mine = ComponentState(job_id="7", state="RUNNING", script=str(run.root / "jobs/0/batch.sh"))
+    array = ComponentState(job_id="7", state="RUNNING", script=str(run.root.parent / ARRAY_SCRIPT))
+    foreign = ComponentState(job_id="7", state="RUNNING", script="/home/else/job.sh")
+    remembered = ComponentState(job_id="7", state="COMPLETED")  # sacct tells no script
+    assert [is_of(c, run) for c in (mine, array, foreign, remembered)] == [True, True, False, True]
 
 
 def test_an_element_of_a_sweep_knows_its_place(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from model_shell import make_model_shell
 
 from slurm_grpo.attempt import AttemptRecord
 from slurm_grpo.cli import main as slurm_grpo
+from slurm_grpo.config import Config
 from slurm_grpo.config_io import read_frozen
 from slurm_grpo.errors import ConfigError, ExitCode
 from slurm_grpo.metrics import MetricsWriter
@@ -241,6 +242,34 @@ def test_submitting_needs_a_slurm_that_answers(
     assert "squeue: no such command here" in capsys.readouterr().err
 
 
+def test_a_local_sweep_runs_one_element_after_the_other_past_a_failure(folder: Path) -> None:
+    started: list[str] = []
+
+    def start(run: RunDir, cfg: Config) -> int:
+        started.append(f"{run.root.name} seed {cfg.run.seed}")
+        run.attempt(0).root.mkdir()
+        status, code = ("failed", 3) if cfg.run.seed == 6 else ("done", 0)
+        AttemptRecord(run.attempt(0)).renew(peak_pss_bytes=0, status=status)
+        return code
+
+    write_base(folder, {"kind": "local"})
+    path = str(write_sweep(folder, grid={"run.seed": [5, 6, 7]}))
+    assert main([path, "--submit"], start) == 3
+    assert started == ["lr-000 seed 5", "lr-001 seed 6", "lr-002 seed 7"]
+
+
+def test_an_interrupted_local_sweep_does_not_go_on_with_the_next(folder: Path) -> None:
+    started = []
+
+    def start(run: RunDir, cfg: Config) -> int:
+        started.append(run.root.name)
+        return 130
+
+    write_base(folder, {"kind": "local"})
+    assert main([str(write_sweep(folder, grid=GRID)), "--submit"], start) == 130
+    assert started == ["lr-000"]
+
+
 def test_only_elements_that_are_not_done_are_offered(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -252,7 +281,7 @@ def test_only_elements_that_are_not_done_are_offered(
     capsys.readouterr()
     assert main([str(path), "--max-running", "4"]) == ExitCode.OK
     shown = capsys.readouterr().out
-    assert "2 done, 1 failed, 1 not started" in shown
+    assert "2 done, 1 failed, 1 unknown" in shown  # it might be queued, and Slurm is not there
     assert "--array=1,3%4" in shown
 
 
@@ -284,7 +313,7 @@ def test_table_sorts_by_what_is_asked_with_unfinished_elements_last(
     assert slurm_grpo(["sweep", "table", "runs/lr", "--csv", "--sort", "lr"]) == ExitCode.OK
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["trainer.optimizer.lr"] for row in rows] == ["3e-5", "3e-5", "1e-5", "1e-5"]
-    assert {row["status"] for row in rows} == {"done", "not started"}
+    assert {row["status"] for row in rows} == {"done", "unknown"}
     assert rows[0]["eval.after"] == "0.7"
     assert rows[0]["step_s_median"] == "61.5"
     assert slurm_grpo(["sweep", "table", "lr", "--sort", "eval.aftr"]) == ExitCode.CONFIG
@@ -298,7 +327,8 @@ def test_status_shows_every_element(folder: Path, capsys: pytest.CaptureFixture[
     assert slurm_grpo(["sweep", "status", "lr"]) == ExitCode.OK
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].split()[:4] == ["1", "1e-5", "1", "failed"]
-    assert "3 not started, 1 failed" in lines[-1]
+    assert "3 unknown, 1 failed" in lines[5]
+    assert lines[6].startswith("0,2-3: squeue: no such command here.")
 
 
 def test_the_shipped_example_expands_and_its_base_is_there() -> None:
