@@ -16,6 +16,7 @@ from slurm_cluster import Cluster, running_cluster, why_not
 from slurm_runs import submit as submit_run
 from slurm_runs import write_config
 
+from slurm_grpo.attempt import AttemptRecord
 from slurm_grpo.cli import main
 from slurm_grpo.config import ClusterConfig, Config
 from slurm_grpo.config_io import freeze_config
@@ -101,9 +102,7 @@ def test_accounting_remembers_what_squeue_has_forgotten(
     monkeypatch.delenv("SLURM_CLUSTERS")  # or the cluster's own commands would look elsewhere
     with running_cluster(accounting=True) as cluster:
         monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
-        conf = cluster.directory / "slurm.conf"
-        conf.write_text(conf.read_text().replace("MinJobAge=300", "MinJobAge=2"))
-        cluster.run("scontrol", "reconfigure")
+        forget_soon(cluster)
         text = HET.format(first="").replace("sleep 100", "exit 3")
         het = submit(cluster, tmp_path / "het.sh", text)
         array = submit(cluster, tmp_path / "a.sh", SLEEP.replace("100", "0"), "--array=1,2")
@@ -111,6 +110,35 @@ def test_accounting_remembers_what_squeue_has_forgotten(
         assert states(het) == [(0, None, "FAILED"), (1, None, "FAILED")]
         assert states(array) == [(0, 1, "COMPLETED"), (0, 2, "COMPLETED")]
         assert states(f"{array}_2") == [(0, 2, "COMPLETED")]
+
+
+def test_without_accounting_files_decide_once_slurm_has_forgotten(
+    slurm_works: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent, done = (RunDir(tmp_path / name) for name in ("silent", "done"))
+    monkeypatch.delenv("SLURM_CLUSTERS")
+    with running_cluster() as cluster:
+        monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
+        forget_soon(cluster)
+        for run in (silent, done):
+            (run.root / "jobs/0").mkdir(parents=True)
+            job = submit(cluster, run.root / "jobs/0/batch.sh", "#!/bin/bash\nexit 3\n")
+            (run.root / "jobs/0/job_id").write_text(job)
+        done.attempt(0).root.mkdir(parents=True)
+        AttemptRecord(done.attempt(0)).renew(peak_pss_bytes=0, status="done")
+        wait_until(lambda: stand(silent).word == "failed", 20, "the job to fail")
+        assert stand(silent).detail == "before it began; Slurm: FAILED"
+        assert stand(done).word == "done"
+        wait_until(lambda: not cluster.squeue(), 60, "squeue to forget both")
+        assert stand(silent).word == "not started"
+        assert stand(silent).detail.startswith("Slurm has forgotten job ")
+        assert stand(done).word == "done"
+
+
+def forget_soon(cluster: Cluster) -> None:
+    conf = cluster.directory / "slurm.conf"
+    conf.write_text(conf.read_text().replace("MinJobAge=300", "MinJobAge=2"))
+    cluster.run("scontrol", "reconfigure")
 
 
 def test_a_queued_run_is_seen_and_cancelled(
