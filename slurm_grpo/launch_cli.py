@@ -30,7 +30,6 @@ from slurm_grpo.errors import (
     SubmissionRefused,
 )
 from slurm_grpo.fsio import storage_errors
-from slurm_grpo.run_state import stand
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.submit_env import require_sbatch
 
@@ -267,15 +266,9 @@ def _refuse_live(run: RunDir, cfg: Config) -> None:
     """Raise, naming it, if a job of the run is queued or a supervisor at work there; a supervisor
     looks again itself when it starts."""
     if cfg.cluster.kind == "slurm":
-        standing = stand(run)
-        if standing.is_alive:
-            jobs = ", ".join(standing.job_ids) or "a supervisor elsewhere"
-            raise ConfigError(
-                f"{run.root}: a live run has this directory ({jobs}, {standing.word}), and it can "
-                f"have only one. Wait for it, end it with `slurm-grpo cancel {run.root}`, or start "
-                "under another --run.name."
-            )
-        return
+        from slurm_grpo.slurm.submission import refuse_live_job
+
+        return refuse_live_job(run)
     from slurm_grpo.attempt import RunLock
 
     lock = RunLock(run)

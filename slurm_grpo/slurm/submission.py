@@ -21,6 +21,7 @@ from slurm_grpo.batch import RunFailed, run_batch
 from slurm_grpo.config import Config
 from slurm_grpo.errors import ConfigError, ExitCode, JobFailed
 from slurm_grpo.fsio import storage_errors, write_durably
+from slurm_grpo.run_state import stand
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.executor import RunExecutor, RunJob
 from slurm_grpo.slurm.script import job_script, submitit_command
@@ -30,6 +31,8 @@ from slurm_grpo.versions import PACKAGE_ROOT, VERSION_FILE, code_version
 _LAUNCHER = "launch/submit.py"
 """Goes along: what a run prints at its end names the launcher beside the package."""
 _LOOK_S = 1.0
+_SUBMITTING_S = 150.0
+"""A submission that has no job id by then has died."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +53,18 @@ def script_of_next(run: RunDir, cfg: Config) -> str:
 def expected_start(run: RunDir, cfg: Config) -> str:
     """What `sbatch --test-only` says about it."""
     return run_sbatch(["--test-only"], script=script_of_next(run, cfg))
+
+
+def refuse_live_job(run: RunDir) -> None:
+    """Raise ConfigError, naming it, if a job of the run is queued or running."""
+    standing = stand(run)
+    if standing.is_alive:
+        jobs = ", ".join(standing.job_ids) or "a supervisor elsewhere"
+        raise ConfigError(
+            f"{run.root}: a live run has this directory ({jobs}, {standing.word}), and it can have "
+            f"only one. Wait for it, end it with `slurm-grpo cancel {run.root}`, or start under "
+            "another --run.name."
+        )
 
 
 def submit_run(run: RunDir, cfg: Config) -> Submission:
@@ -114,11 +129,15 @@ def wait_for_end(submission: Submission) -> int:
     return ExitCode.OK if summary["status"] == "done" else ExitCode.STOPPED
 
 
-def _next_number(run: RunDir) -> int:
+def _taken_numbers(run: RunDir) -> list[int]:
     if not run.jobs.is_dir():
-        return 0
-    taken = [int(p.name) for p in run.jobs.iterdir() if p.name.isdigit() and not p.is_symlink()]
-    number = max(taken, default=-1) + 1
+        return []
+    folders = [p for p in run.jobs.iterdir() if p.name.isdigit() and not p.is_symlink()]
+    return sorted(int(p.name) for p in folders)
+
+
+def _next_number(run: RunDir) -> int:
+    number = max(_taken_numbers(run), default=-1) + 1
     while (run.jobs / str(number)).is_symlink():  # a job's id
         number += 1
     return number
@@ -126,21 +145,39 @@ def _next_number(run: RunDir) -> int:
 
 @contextlib.contextmanager
 def _new_job_dir(run: RunDir) -> Iterator[Path]:
-    """`jobs/<n>`, claimed by mkdir; gone again if the block fails."""
+    """`jobs/<n>`, claimed by mkdir; gone again if the block fails.
+
+    Raises ConfigError when somebody else submits, or has just submitted, the same run.
+    """
     with storage_errors("make", run.jobs):
         run.jobs.mkdir(parents=True, exist_ok=True)
-    job_dir = run.jobs / str(_next_number(run))
+    number = _next_number(run)
+    job_dir = run.jobs / str(number)
     try:
         job_dir.mkdir()
     except FileExistsError:
-        raise ConfigError(
-            f"{run.root}: another submission of this run is being made at this moment. Wait for "
-            "it, or choose another --run.name."
-        ) from None
+        raise _being_submitted(run) from None
     try:
+        _refuse_others(run, number)
         yield job_dir
     except Exception:
         shutil.rmtree(job_dir, ignore_errors=True)
         with contextlib.suppress(OSError):
             run.jobs.rmdir()
         raise
+
+
+def _refuse_others(run: RunDir, number: int) -> None:
+    earlier = [run.jobs / str(n) for n in _taken_numbers(run) if n < number]
+    for path in earlier:
+        if not (path / "job_id").exists() and time.time() - path.stat().st_mtime < _SUBMITTING_S:
+            raise _being_submitted(run)
+    if earlier:
+        refuse_live_job(run)
+
+
+def _being_submitted(run: RunDir) -> ConfigError:
+    return ConfigError(
+        f"{run.root}: another submission of this run is being made at this moment. Wait for it, or "
+        "choose another --run.name."
+    )

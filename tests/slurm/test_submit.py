@@ -3,12 +3,14 @@ lines end the batch script first."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +51,12 @@ def submit(cluster: Cluster, tmp_path: Path) -> Submit:
         },
     }
 
+    numbers = itertools.count()
+
     def submit(
         *arguments: object, setup: str = SLEEP, env: dict[str, str] | None = None, prefix: Any = ()
     ) -> subprocess.CompletedProcess[str]:
-        config = tmp_path / "c.yaml"
+        config = tmp_path / f"c{next(numbers)}.yaml"  # some submit at the same moment
         config.write_text(yaml.safe_dump(settings | {"site": {"setup": [setup]}}))
         command = [*prefix, sys.executable, SUBMIT, config, *arguments]
         if "--resume" in arguments:
@@ -118,6 +122,20 @@ def test_a_live_run_is_refused_by_its_job_until_it_has_ended(
     second = job_of(submit("--resume", tmp_path / "runs/r"))
     assert (tmp_path / "runs/r/jobs/1/job_id").read_text() == f"{second}\n"
     cluster.run("scancel", second)
+
+
+def test_of_submissions_at_the_same_moment_one_is_taken(
+    cluster: Cluster, submit: Submit, tmp_path: Path
+) -> None:
+    with ThreadPoolExecutor() as pool:
+        done = [future.result() for future in [pool.submit(submit) for _ in range(4)]]
+    assert sorted(d.returncode for d in done) == [0, *[ExitCode.CONFIG] * 3], done
+    [job] = [job_of(d) for d in done if d.returncode == 0]
+    for refused in (d.stderr for d in done if d.returncode):
+        assert "is being made at this moment" in refused or f"({job}, " in refused
+    live = {row.job.partition("+")[0] for row in cluster.live_jobs()}
+    assert live == {job}
+    cluster.run("scancel", job)
 
 
 def test_a_refused_job_leaves_nothing_and_slurms_words_are_shown(
