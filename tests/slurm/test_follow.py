@@ -122,7 +122,9 @@ def test_without_accounting_files_decide_once_slurm_has_forgotten(
         forget_soon(cluster)
         for run in (silent, done):
             (run.root / "jobs/0").mkdir(parents=True)
-            job = submit(cluster, run.root / "jobs/0/batch.sh", "#!/bin/bash\nexit 3\n")
+            job = submit(
+                cluster, run.root / "jobs/0/batch.sh", SLEEP.replace("sleep 100", "exit 3")
+            )
             (run.root / "jobs/0/job_id").write_text(job)
         done.attempt(0).root.mkdir(parents=True)
         AttemptRecord(done.attempt(0)).renew(peak_pss_bytes=0, status="done")
