@@ -63,8 +63,11 @@ def build_report(run: RunDir, cfg: Config, standing: Standing) -> dict[str, Any]
     feed = StepFeed(run)
     last = feed.steps[-1] if feed.steps else {}
     rewards = [r["reward/mean"] for r in feed.steps if r.get("reward/mean") is not None]
-    remaining = remaining_s(feed, cfg.run.steps) if standing.is_alive else None
+    is_at_work = standing.word in ("starting", "running")  # nobody knows how long a queue is
+    remaining = remaining_s(feed, cfg.run.steps) if is_at_work else None
     warnings, n_restarts = _read_log(run, standing.attempt)
+    record = standing.record
+    wall_s = time.time() - record["started_unix"] if standing.word == "running" else None
     return {
         "run": str(run.root),
         "seed": cfg.run.seed,
@@ -73,8 +76,8 @@ def build_report(run: RunDir, cfg: Config, standing: Standing) -> dict[str, Any]
         "attempt": standing.attempt,
         "n_attempts": len(run.attempt_numbers()),
         "job": _job(cfg, standing),
-        "host": standing.record.get("host"),
-        "wall_s": standing.record.get("wall_s"),
+        "host": record.get("host"),
+        "wall_s": record.get("wall_s") if wall_s is None else round(wall_s, 3),
         "step": feed.n_steps,
         "steps": cfg.run.steps,
         "version": max((row["step"] for row in feed.rows), default=None),
@@ -149,7 +152,8 @@ def _lines(report: dict[str, Any], room: int) -> list[tuple[str, Text]]:
                 f"{report['step_s']:.1f} s a step",
             )
         )
-    for index, warning in enumerate(report["warnings"]):
+    news = [w for w in report["warnings"] if not report["detail"] or report["detail"] not in w]
+    for index, warning in enumerate(news):
         lines.append(("last warnings" if index == 0 else "", Text(warning, style="yellow")))
     return [(name, Text(text) if isinstance(text, str) else text) for name, text in lines]
 

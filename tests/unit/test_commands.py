@@ -208,7 +208,7 @@ def test_cancel_of_a_run_on_another_host_says_where(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = run.attempt(1).root / "supervisor.json"
-    record.write_text(json.dumps({"host": "far", "pid": 5, "status": "running"}))
+    record.write_text(json.dumps({"host": "far", "pid": 5, "status": "running", "started_unix": 0}))
     assert main(["cancel", "r"]) == ExitCode.CONFIG
     assert "runs on far, which cannot be reached from here" in capsys.readouterr().err
 
