@@ -45,6 +45,10 @@ def plan_elements(sweep: Sweep, overrides: Sequence[str], site: Path | None) -> 
     """
     base = config_io.load_config(sweep.base, overrides, site=site, check=False)
     folder = Path(base.run.runs_dir) / sweep.name
+    if (folder / "config.yaml").exists():
+        raise ConfigError(
+            f"name: {folder} is a run, which a sweep cannot be too. Give the sweep another `name`."
+        )
     old = read_manifest(folder)
     _refuse_changes(sweep, folder, old)
     known = [element["changes"] for element in old]

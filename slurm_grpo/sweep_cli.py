@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -162,7 +163,9 @@ def _write_script(folder: Path, script: str) -> None:
     """The script and what it refers to; the code stays as it was when the sweep was made."""
     (folder / "logs").mkdir(exist_ok=True)
     if not (folder / "code").is_dir():
-        snapshot_package(folder / "code")
+        shutil.rmtree(partial := folder / "code.partial", ignore_errors=True)  # cut short
+        snapshot_package(partial)
+        partial.rename(folder / "code")
     write_durably(folder / ARRAY_SCRIPT, script.encode(), mode=0o755)
 
 

@@ -193,6 +193,13 @@ def test_a_sweep_may_not_change(folder: Path, capsys: pytest.CaptureFixture[str]
     assert (folder / "runs/lr/manifest.json").read_bytes() == manifest
 
 
+def test_a_run_of_that_name_is_left_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "runs/lr").mkdir(parents=True)
+    (folder / "runs/lr/config.yaml").touch()
+    assert main([str(write_sweep(folder, grid=GRID))]) == ExitCode.CONFIG
+    assert "is a run, which a sweep cannot be too" in capsys.readouterr().err
+
+
 def test_one_report_covers_all_elements_and_nothing_is_made(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
