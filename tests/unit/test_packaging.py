@@ -193,7 +193,3 @@ def test_login_node_modules_import_neither_torch_nor_vllm_nor_h5py() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-
-
-def test_init_files_are_empty() -> None:
-    assert [p for p in (ROOT / "slurm_grpo").rglob("__init__.py") if p.read_text().strip()] == []

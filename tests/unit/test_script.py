@@ -115,6 +115,18 @@ def test_the_whole_script_of_an_array(
     check_golden("scripts/array.sh", text)
 
 
+@pytest.mark.parametrize("config", ["slurm.yaml", "quickstart.yaml", "jsonl.yaml"])
+@pytest.mark.parametrize("site", ["plain", "pyxis", "apptainer"])
+def test_every_shipped_configuration_renders_on_every_shipped_site(
+    config: str, site: str, tmp_path: Path
+) -> None:
+    model = make_model_shell(tmp_path / "model")
+    options = ["--model.path", str(model), "--cluster.kind", "slurm", *IN_CONTAINER]
+    assert "\n#SBATCH --nodes=1\n" in text_of(
+        load_config(ROOT / "configs" / config, options, site=ROOT / f"configs/sites/{site}.yaml")
+    )
+
+
 def test_cpus_are_those_of_the_fullest_node(load: Callable[..., Config]) -> None:
     cfg = load(
         *("--generator.n_engines", "3", "--cluster.generators.nodes", "2"),
