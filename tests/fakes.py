@@ -135,7 +135,7 @@ def wait_for_groups(context: RoleContext, step: int) -> list[int] | None:
     def complete(view: dict[str, Any]) -> list[int] | str | None:
         if view["boundary_stop"]:
             return "stop"
-        ids = sorted(g["group_id"] for shard in view["shards"] for g in shard["groups"])
+        ids = sorted(g["group_id"] for shard in view["shards"].values() for g in shard["groups"])
         return ids[:n] if len(ids) >= n else None
 
     while True:

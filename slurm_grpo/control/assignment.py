@@ -163,9 +163,9 @@ class Assignment:
         """Ids the engine owes, ascending."""
         return sorted(self._outstanding[engine])
 
-    def shards(self) -> list[dict[str, Any]]:
-        """Announced shards in order of announcement, listing only groups still to be used."""
-        return list(self._shards.values())
+    def shards(self) -> dict[str, dict[str, Any]]:
+        """Announced shards by path, in order of announcement, listing only groups still to be used."""
+        return dict(self._shards)
 
     def _pool(self, group_id: int) -> _Pool:
         return self._pools[group_id % len(self._pools)] if self._strict else self._pools[0]

@@ -22,14 +22,12 @@ from typing import Any, Literal, TypeVar, overload
 import zmq
 
 from slurm_grpo.control.messages import MessageError
+from slurm_grpo.control.views import View, apply_changes
 from slurm_grpo.errors import DeadlineExceeded, SlurmGrpoError, Stopped
 from slurm_grpo.rundir import AttemptDir, RunDir
 
 T = TypeVar("T")
-View = dict[str, Any]
 
-HEARTBEAT_S = 1.0
-"""Seconds between heartbeats."""
 CLOSE_S = 2.0
 """Longest wait for confirmations when closing."""
 MAX_LISTED = 8
@@ -46,15 +44,18 @@ class ControlClient:
         peer: str,
         incarnation: int,
         address: str | None = None,
-        heartbeat_s: float = HEARTBEAT_S,
+        heartbeat_s: float | None = None,
     ) -> None:
-        """Connect with the keys in the attempt's directory, say hello, wait for the first view."""
+        """Connect with the keys in the attempt's directory, say hello, wait for the first view.
+
+        `heartbeat_s` seconds between heartbeats; by default what the server asks for.
+        """
         keys = json.loads(attempt.control.read_text())
         self._address: str = address or keys["address"]
         self._peer = peer
         self._incarnation = incarnation
         self._supervisor_log = attempt.log("supervisor")
-        self._heartbeat_s = heartbeat_s
+        self._heartbeat_s: float = heartbeat_s or keys["heartbeat_s"]
         self._timeout_s: float = keys["heartbeat_timeout_s"]
         self._changed = threading.Condition()
         self._unconfirmed: deque[tuple[int, bytes]] = deque()
@@ -62,6 +63,7 @@ class ControlClient:
         self._handed_over = 0  # last number given to ZeroMQ, as far as the server has not missed it
         self._confirmed = 0  # last number the server has taken
         self._view: View | None = None
+        self._view_number = 0  # the server's number for it
         self._failure: SlurmGrpoError | None = None
         self._is_closing = False
         self._wake_r, self._wake_w = socket.socketpair()
@@ -272,7 +274,11 @@ class ControlClient:
             self._hand_over()
             if turn >= next_heartbeat:
                 next_heartbeat = turn + self._heartbeat_s
-                self._try_send(self._frame(0, "heartbeat", {}, sent=self._handed_over))
+                self._try_send(self._frame(0, "heartbeat", {}, **self._state()))
+
+    def _state(self) -> dict[str, int]:
+        """What the server compares with what it did: messages handed over, view held."""
+        return {"sent": self._handed_over, "have": self._view_number}
 
     def _hand_over(self) -> None:
         with self._changed:
@@ -298,8 +304,8 @@ class ControlClient:
             self._take(reply)
 
     def _take(self, reply: dict[str, Any]) -> None:
-        """A reply confirms messages, and may bring a view, an error, or news that messages were
-        lost.
+        """A reply confirms messages, and may bring a view or changes to it, an error, or news that
+        messages were lost.
         """
         if "error" in reply:
             raise MessageError(reply["error"])
@@ -310,9 +316,19 @@ class ControlClient:
             if reply["ack"] < reply.get("sent", 0):
                 # Heartbeats overtake nothing: what was sent before this one is lost.
                 self._handed_over = reply["ack"]
-            if "view" in reply and reply["view"] != self._view:
-                self._view = reply["view"]
+            self._take_view(reply)
             self._changed.notify_all()
+
+    def _take_view(self, reply: dict[str, Any]) -> None:
+        if "view" in reply:
+            view = reply["view"]
+        elif self._view is not None and reply.get("since") == self._view_number:
+            view = apply_changes(self._view, reply["changes"])
+        else:
+            return  # changes to a view that was lost: the next heartbeat says so
+        self._view_number = reply["number"]
+        if view != self._view:
+            self._view = view
 
 
 def who_is_missing(view: View) -> str:
@@ -329,10 +345,11 @@ def who_is_missing(view: View) -> str:
         missing = [name for name in door["members"] if name not in door[column]]
         where = "confirmed" if door["go"] else "at the door"
         text = f"Not {where}: {', '.join(missing) or 'nobody'}. "
-    rows = sorted(engines.items(), key=lambda row: -row[1]["heartbeat_age_s"])
+    ages: dict[str, float] = view["heartbeat_ages_s"]
+    rows = sorted(engines.items(), key=lambda row: -ages[row[0]])
     listed = [
         f"{name} is {e['state']} on {e['host'] or 'no host yet'}, version {e['version']}, "
-        f"owes {len(e['groups'])} groups, heartbeat {e['heartbeat_age_s']} s ago, "
+        f"owes {len(e['groups'])} groups, heartbeat {ages[name]} s ago, "
         f"log {e['log'] or 'none yet'}"
         for name, e in rows[:MAX_LISTED]
     ]

@@ -2,14 +2,14 @@
 liveness, stop.
 
 Level-triggered: peers send events (`handle`), and every peer has a *view*, a JSON object with all
-that is wanted of it now. The server pushes a view whenever it changed and again in answer to each
-heartbeat, so a lost message is harmless. There is no I/O and no clock here: `now` is an argument,
-in monotonic seconds, so that tests simulate time.
+that is wanted of it now. The server sees to it that the peer holds the newest view, so a lost
+message is harmless. There is no I/O and no clock here: `now` is an argument, in monotonic seconds,
+so that tests simulate time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -86,6 +86,7 @@ class Scheduler:
         self._last_tick: float | None = None
         self._touched: set[str] = set(self._peers)
         self._last_views: dict[str, View] = {}
+        self._is_assigning_due = False
         self.finished: str | None = None
         """Status the trainer finished with."""
         self.progress: Body = {}
@@ -94,6 +95,10 @@ class Scheduler:
     @property
     def heartbeat_timeout_s(self) -> float:
         return self._cfg.cluster.heartbeat_timeout_s
+
+    @property
+    def n_peers(self) -> int:
+        return len(self._peers)
 
     # Called for messages
 
@@ -131,7 +136,7 @@ class Scheduler:
         sender.probe = probe
         self._touch(sender)
         self._refresh_door()
-        self._assign()
+        self._is_assigning_due = True
 
     def _on_at_door(self, sender: _Engine, epoch: int, version: int, **_: Any) -> None:
         if self._door.arrived(sender.engine_id, epoch, version):
@@ -159,19 +164,19 @@ class Scheduler:
         sender.is_installing = False
         sender.stats = {"version": version, **stats}
         self._touch(sender)
-        self._assign()
+        self._is_assigning_due = True
 
     def _on_announce(self, sender: _Engine, shard: Body, **_: Any) -> None:
         settled = self._assignment.announce(shard)
         self._touch(sender, *(self._engines[e] for e in settled))
-        self._assign()
+        self._is_assigning_due = True
 
     def _on_eval_result(
         self, sender: _Engine, eval_id: str, start: int, stop: int, **sums: Any
     ) -> None:
         self._evaluations.result(sender.engine_id, eval_id, start, stop, sums)
         self._touch(sender)
-        self._assign()
+        self._is_assigning_due = True
 
     # Messages of trainer rank 0
 
@@ -191,7 +196,7 @@ class Scheduler:
         self._assignment.begin(next_group, n_dropped, consumed, available)
         sender.state = "ready"
         self._touch()
-        self._assign()
+        self._is_assigning_due = True
 
     def _on_open_door(self, sender: _Peer, version: int, store: str, **_: Any) -> None:
         unfinished = self._evaluations.unfinished_before(version)
@@ -208,7 +213,7 @@ class Scheduler:
     ) -> None:
         concerned = self._door.sync_failed(epoch, version, self._ready(), self._now)
         self._touch(*(self._engines[e] for e in concerned))
-        self._assign()
+        self._is_assigning_due = True
 
     def _on_commit(self, sender: _Peer, epoch: int, version: int, **_: Any) -> None:
         holders = self._door.commit(epoch, version)
@@ -218,24 +223,24 @@ class Scheduler:
             engine.committed_at = self._now
             engine.is_installing = True
         self._touch(*self._engines)
-        self._assign()
+        self._is_assigning_due = True
 
     def _on_consumed(
         self, sender: _Peer, step: int, group_ids: list[int], dropped: list[int], **_: Any
     ) -> None:
         settled = self._assignment.consumed(group_ids, dropped)
         self._touch(*(self._engines[e] for e in settled))
-        self._assign()
+        self._is_assigning_due = True
 
     def _on_lost(self, sender: _Peer, group_ids: list[int], **_: Any) -> None:
         self._assignment.lost(group_ids)
         self._touch()
-        self._assign()
+        self._is_assigning_due = True
 
     def _on_evaluate(self, sender: _Peer, eval_id: str, version: int, n: int, **_: Any) -> None:
         self._evaluations.request(eval_id, version, n)
         self._touch()
-        self._assign()
+        self._is_assigning_due = True
 
     def _on_progress(self, sender: _Peer, **body: Any) -> None:
         self.progress = body
@@ -278,7 +283,7 @@ class Scheduler:
         self._door.exited(engine_id)
         self._touch(engine)
         self._refresh_door()
-        self._assign()
+        self._is_assigning_due = True
 
     def trainer_exited(self, trainer_rank: int, now: float) -> None:
         """The trainer process is gone; what follows from that is the supervisor's decision."""
@@ -301,15 +306,16 @@ class Scheduler:
         which log to read.
         """
         overdue: dict[str, str] = {}
+        late = self._door.late(now)
         for peer in self._peers.values():
-            reason = self._overdue(peer, now)
+            reason = self._overdue(peer, now, late)
             if reason:
                 where = f" on {peer.host}" if peer.host else ""
                 log = f" Read {peer.log}" if peer.log else ""
                 overdue[peer.name] = f"{peer.name}{where}: {reason}.{log}"
         return overdue
 
-    def _overdue(self, peer: _Peer, now: float) -> str | None:
+    def _overdue(self, peer: _Peer, now: float, late: Mapping[int, float]) -> str | None:
         cluster, door_timeout_s = self._cfg.cluster, self._cfg.weight_sync.door_timeout_s
         silent_s, started_s = now - peer.last_seen, now - peer.started_at
         if peer.state == "down":
@@ -320,7 +326,7 @@ class Scheduler:
             return f"no heartbeat for {silent_s:.0f} s (cluster.heartbeat_timeout_s)"
         if not isinstance(peer, _Engine):
             return None
-        late_s = self._door.late(now).get(peer.engine_id, 0.0)
+        late_s = late.get(peer.engine_id, 0.0)
         if late_s > door_timeout_s:
             what = f"not at the door for version {self._door.version} after {late_s:.0f} s"
             return f"{what} (weight_sync.door_timeout_s)"
@@ -334,6 +340,7 @@ class Scheduler:
 
     def dirty(self) -> set[str]:
         """Peers whose view changed since this was last asked."""
+        self._assign()
         changed: set[str] = set()
         for name in self._touched:
             view = self._content(name)
@@ -349,22 +356,23 @@ class Scheduler:
         All: `stop` (None or the reason to leave at once). Engines: `groups` owed, `again` (how
         often such a group was lost before), `door` to come to, `committed` (version to install;
         None while the door is open), `evals` (chunks owed). Trainers: `trainer_store`; rank 0 also
-        `boundary_stop`, `shards` to choose from, `door` with its members, `unsynced` engines,
-        finished `evals`, and all `engines`. A replaced incarnation is told to stop.
+        `boundary_stop`, `shards` to choose from by path, `door` with its members, `unsynced`
+        engines, finished `evals`, all `engines`, and their `heartbeat_ages_s`. A replaced
+        incarnation is told to stop.
         """
         if peer not in self._peers:
             raise MessageError(
                 f"control plane: this run has no {peer}; it has {', '.join(self._peers)}."
             )
-        view = self._content(peer)
+        self._assign()
+        is_known = peer in self._last_views and peer not in self._touched
+        view = self._last_views[peer] if is_known else self._content(peer)
         if incarnation is not None and incarnation < self._peers[peer].incarnation:
-            view["stop"] = f"replaced by incarnation {self._peers[peer].incarnation}"
+            view = {**view, "stop": f"replaced by incarnation {self._peers[peer].incarnation}"}
             view.update({key: [] for key in ("groups", "evals") if key in view and peer != LEADER})
         if peer == LEADER:
-            view["engines"] = {
-                e.name: {**self._card(e), "heartbeat_age_s": round(self._now - e.last_seen, 1)}
-                for e in self._engines
-            }
+            ages = {e.name: round(self._now - e.last_seen, 1) for e in self._engines}
+            view = {**view, "heartbeat_ages_s": ages}
         return view
 
     def _content(self, name: str) -> View:
@@ -389,7 +397,7 @@ class Scheduler:
             "door": self._door.trainer_view(),
             "unsynced": self._unsynced(),
             "evals": self._evaluations.complete(),
-            "engines": {e.name: e.card or self._card(e) for e in self._engines},
+            "engines": {e.name: self._card(e) for e in self._engines},
         }
 
     def _card(self, engine: _Engine) -> View:
@@ -445,7 +453,14 @@ class Scheduler:
         self._touch(*(self._engines[e] for e in concerned))
 
     def _assign(self) -> None:
-        """Give evaluation chunks and groups to every engine that may have some."""
+        """Give evaluation chunks and groups to every engine that may have some, if that may have
+        changed.
+
+        When somebody looks, not at each message: it concerns all engines.
+        """
+        if not self._is_assigning_due:
+            return
+        self._is_assigning_due = False
         at_door = set(self._door.members)
         versions = {
             e.engine_id: e.installed

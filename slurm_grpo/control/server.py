@@ -1,9 +1,10 @@
 """Serves the scheduler to the roles over ZeroMQ, in a thread of the supervisor.
 
 Messages come in over one ROUTER socket and go to `Scheduler.handle`, in order and once per (peer,
-incarnation); views go out whenever they changed, and in answer to each heartbeat. CURVE keys are
-made anew for every attempt and written, for the user's eyes only, into the attempt's directory; a
-connection without that client key gets nothing. Knows nothing about what messages mean.
+incarnation). What changed in a view goes out at once, and the whole view in answer to a heartbeat
+that shows that the peer holds another. CURVE keys are made anew for every attempt and written, for
+the user's eyes only, into the attempt's directory; a connection without that client key gets
+nothing. Knows nothing about what messages mean.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from zmq.utils import z85
 
 from slurm_grpo.control.messages import MessageError
 from slurm_grpo.control.scheduler import Scheduler
+from slurm_grpo.control.views import View, view_changes
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.rundir import AttemptDir
 
@@ -31,8 +33,15 @@ log = logging.getLogger(__name__)
 TICK_S = 1.0
 """Longest sleep of the thread."""
 MAX_MESSAGE_BYTES = 64 << 20
+ACK_S = 0.02
+"""A confirmation waits so long for changes of the peer's view to go along with."""
+HEARTBEATS_PER_S = 64
+"""More peers than these send theirs less often than every second."""
 LINGER_MS = 500
 """How long closing waits for the last views to leave."""
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 @dataclass(slots=True)
@@ -42,6 +51,8 @@ class _Session:
     route: bytes = b""  # ROUTER's name for the connection the peer used last
     last_seq: int = 0  # last message handed to the scheduler
     error: str | None = None
+    view: View | None = None  # as last sent
+    view_number: int = 0
 
 
 class ControlServer:
@@ -55,6 +66,8 @@ class ControlServer:
         self._lock = threading.Lock()
         self._sessions: dict[tuple[str, int], _Session] = {}
         self._newest: dict[str, int] = {}  # peer -> incarnation
+        self._owed: dict[tuple[str, int], float] = {}
+        """Whom a confirmation is owed, oldest first, and since when."""
         self._failure: BaseException | None = None
         self._is_closing = False
         self._wake_r, self._wake_w = socket.socketpair()
@@ -111,6 +124,7 @@ class ControlServer:
             "client_public_key": self._client_public.decode(),
             "client_secret_key": client_secret.decode(),
             "heartbeat_timeout_s": self._scheduler.heartbeat_timeout_s,
+            "heartbeat_s": max(1.0, self._scheduler.n_peers / HEARTBEATS_PER_S),
         }
         attempt.root.mkdir(parents=True, exist_ok=True)
         write_durably(attempt.control, json.dumps(content).encode(), mode=0o600)
@@ -136,7 +150,7 @@ class ControlServer:
         for source in (self._zap, self._router, wake):
             poller.register(source, zmq.POLLIN)
         while not self._is_closing:
-            ready = dict(poller.poll(int(TICK_S * 1000)))
+            ready = dict(poller.poll(int(1000 * (ACK_S if self._owed else TICK_S))))
             if wake in ready:
                 self._wake_r.recv(4096)
             if self._zap in ready:
@@ -163,18 +177,36 @@ class ControlServer:
                 continue
             heard[key] = heard.get(key, {}) | extra
         changed = self._scheduler.dirty()
-        keys = {
-            (peer, self._newest[peer]) for peer in changed if peer in self._newest
-        } | heard.keys()
+        for key in heard:
+            self._owed.setdefault(key, now)
+        keys = {(peer, self._newest[peer]) for peer in changed if peer in self._newest}
+        keys |= {key for key, state in heard.items() if state or self._sessions[key].error}
+        keys |= {key for key, since in self._owed.items() if since <= now - ACK_S}
         for key in keys:
+            self._owed.pop(key, None)
             session = self._sessions[key]
             reply = {"ack": session.last_seq, **heard.get(key, {})}
             if session.error is not None:
                 reply["error"] = session.error
             elif key[0] in changed or "sent" in reply:
-                reply["view"] = self._scheduler.view(*key)
+                reply |= self._news(key, reply.pop("have", None))
             replies.append((session.route, reply))
         return replies
+
+    def _news(self, key: tuple[str, int], have: int | None) -> dict[str, Any]:
+        """The peer's view, as changes to what it was sent before, or whole if a heartbeat says that
+        it has not got that."""
+        session = self._sessions[key]
+        view, before = self._scheduler.view(*key), session.view
+        is_whole = before is None or have not in (None, session.view_number)
+        if view is before and not is_whole:
+            return {}
+        session.view = view
+        session.view_number += 1
+        if before is None or is_whole:
+            return {"number": session.view_number, "view": view}
+        changes = view_changes(before, view)
+        return {"number": session.view_number, "since": session.view_number - 1, "changes": changes}
 
     def _take(
         self, route: bytes, parts: list[bytes], now: float
@@ -193,7 +225,8 @@ class ControlServer:
                 self.n_rejected += 1
                 log.error("refused: %s", error)
                 session.error = str(error)
-        return (peer, incarnation), {"sent": envelope.get("sent", 0)} if seq == 0 else {}
+        state = {"sent": envelope.get("sent", 0), "have": envelope.get("have", 0)}
+        return (peer, incarnation), state if seq == 0 else {}
 
     def _receive_all(self) -> list[list[bytes]]:
         frames: list[list[bytes]] = []
@@ -205,7 +238,7 @@ class ControlServer:
 
     def _send(self, route: bytes, reply: dict[str, Any]) -> None:
         try:
-            self._router.send_multipart([route, json.dumps(reply).encode()], zmq.NOBLOCK)
+            self._router.send_multipart([route, _ENCODER.encode(reply).encode()], zmq.NOBLOCK)
         except zmq.Again:
             log.warning(
                 "a peer does not read what it is sent; its next heartbeat gets it all again"

@@ -105,7 +105,7 @@ class Picker:
     def _announced(self, step: int) -> dict[int, tuple[GroupRef, ShardRef]]:
         """Usable groups in the order of their announcement; drops what cannot be trained on."""
         usable: dict[int, tuple[GroupRef, ShardRef]] = {}
-        for row in self._client.view["shards"]:
+        for row in self._client.view["shards"].values():
             ref = ShardRef.from_json(row)
             wanted = [
                 g

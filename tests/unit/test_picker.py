@@ -37,13 +37,14 @@ def test_a_damaged_shard_is_given_up_once_however_long_the_view_still_shows_it(
     damaged = publish_groups(run, groups, make_header())
     path = run.root / damaged.path
     path.write_bytes(b"x" * damaged.size_bytes)
-    client.view["shards"] = [damaged.to_json()]
+    client.view["shards"] = {damaged.path: damaged.to_json()}
 
     assert picker.poll(1) is None
     assert picker.poll(1) is None
 
     assert client.sent == [("lost", {"group_ids": [0, 1]})]
-    client.view["shards"] = [publish_groups(run, groups, make_header(sequence=1)).to_json()]
+    whole = publish_groups(run, groups, make_header(sequence=1))
+    client.view["shards"] = {whole.path: whole.to_json()}
     plan = picker.poll(1)
     assert plan is not None
     assert [group.group_id for group, _ in plan.groups] == [0, 1]

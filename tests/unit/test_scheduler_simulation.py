@@ -317,7 +317,7 @@ class Simulation:
         if view["unsynced"]:
             yield from self.sync(step - 1)
             return False
-        groups = {g["group_id"]: g for shard in view["shards"] for g in shard["groups"]}
+        groups = {g["group_id"]: g for shard in view["shards"].values() for g in shard["groups"]}
         settled = self.dropped | set(self.trained)
         fresh = {i: g for i, g in groups.items() if i not in settled}
         if fresh and self.random.random() < self.trouble / 10:
@@ -335,7 +335,7 @@ class Simulation:
         if len(ids) < GROUPS_PER_STEP:
             yield (
                 lambda v: (
-                    {g["group_id"] for s in v["shards"] for g in s["groups"]} - settled
+                    {g["group_id"] for s in v["shards"].values() for g in s["groups"]} - settled
                     != set(fresh)
                     or v["unsynced"]
                 )
