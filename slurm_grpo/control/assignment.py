@@ -164,7 +164,7 @@ class Assignment:
         return sorted(self._outstanding[engine])
 
     def shards(self) -> dict[str, dict[str, Any]]:
-        """Announced shards by path, in order of announcement, listing only groups still to be used."""
+        """Announced shards by path, oldest first, listing only groups still to be used."""
         return dict(self._shards)
 
     def _pool(self, group_id: int) -> _Pool:
