@@ -73,7 +73,10 @@ def run_batch(run_dir: str, *, role_modules: dict[str, str] | None = None) -> Su
         wait_for_successor(allocation)
         sys.exit(outcome.exit_code)
     if act is Act.FAIL:
-        error = RunFailed(outcome.explanation)
+        text = outcome.explanation
+        if outcome.error is None:
+            text = f"{outcome.ending.value}, but {why}. `slurm-grpo resume {run.root}` continues."
+        error = RunFailed(text)
         error.exit_code = outcome.exit_code
         raise error
     summary: Summary = json.loads(run.summary.read_text())

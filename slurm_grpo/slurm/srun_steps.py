@@ -82,11 +82,12 @@ class SrunLauncher:
         self._reap()
         name = specs[0].peer if len(specs) == 1 else specs[0].peer.rpartition("-")[0] + "s"
         seats = [self._seats[spec.peer] for spec in specs]
-        tasks = self._attempt.root / f"{name}.tasks.json"
+        # A new name for each incarnation: a node may remember what an old name held.
+        incarnation = specs[0].env["SLURM_GRPO_INCARNATION"]
+        tasks = self._attempt.root / f"{name}.{incarnation}.tasks.json"
         described = {
             key: self._task(spec, specs) for key, spec in zip(_seat_keys(seats), specs, strict=True)
         }
-        # The environment of a role may hold keys to other services.
         write_durably(tasks, json.dumps(described).encode(), mode=0o600)
         environment = {
             name: value
@@ -255,8 +256,9 @@ class _Srun:
         whole = whole[: whole.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.decode(errors="replace").splitlines():
-            if line.startswith(task_entry.NOTICE):
-                self._take(json.loads(line.removeprefix(task_entry.NOTICE)))
+            _, notice, body = line.partition(task_entry.NOTICE)  # srun may have labelled it
+            if notice:
+                self._take(json.loads(body))
             elif match := _SRUN_ERROR.match(line):
                 for task in expand_indices(match[1]):
                     self._exits.setdefault(self._peers[task], int(match[2] or _LOST))

@@ -66,9 +66,9 @@ def test_a_cancelled_component_ends_the_job_for_good(cluster: Cluster, submit: S
 @pytest.mark.slow
 def test_the_time_limit_requeues(cluster: Cluster, submit: Submit) -> None:
     """Without the signal before it, which would have come first."""
-    job = submit({**LONG, "cluster": {"time_limit": "1"}, "site": {"remove_flags": ["signal"]}})
+    job = submit({**LONG, "cluster": {"time_limit": "2"}, "site": {"remove_flags": ["signal"]}})
     job.wait_checkpoint(1)
-    runs.wait_until(lambda: job.record()["status"] != "running", 120, "the limit")
+    runs.wait_until(lambda: job.record()["status"] != "running", 240, "the limit")
     job.wait_attempt(1)
     assert "the time limit is reached" in job.output
     job.wait_step(int(job.run.attempt(1).resumed_from.read_text() or 0) + 1)
@@ -129,8 +129,7 @@ def test_the_loss_of_a_node_requeues_and_the_run_goes_on(
     cluster: Cluster, submit: Submit, tmp_path: Path, tiny_model_dir: ModelDir, node: str
 ) -> None:
     """The leader's node splits the job: component 1 goes on, and its old tasks must be ended."""
-    changes = {"run": {"steps": 60}, "trainer": {"checkpoint": {"every_steps": 2}}}
-    job = submit(changes)
+    job = submit(LONG)
     job.wait_checkpoint(2)
     before = job.processes()
     cluster.kill_node(node)
