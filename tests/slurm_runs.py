@@ -60,13 +60,14 @@ class SlurmRun:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.explain()}") from None
 
-    def wait_step(self, step: int, timeout_s: float = 120.0) -> None:
-        """Until `step` has been trained."""
+    def wait_step(self, step: int, timeout_s: float = 120.0, *, attempt: int = 0) -> None:
+        """Until `attempt` has trained `step`."""
 
         def reached() -> bool:
             states = {row.state for row in self.cluster.squeue(self.job)}
             assert not states & set(ENDED), self.explain()
-            return any(row["step"] >= step for row in runs.step_rows(self.run))
+            rows = [row for row in runs.step_rows(self.run) if row["attempt"] == attempt]
+            return any(row["step"] >= step for row in rows)
 
         self._wait(reached, timeout_s, f"step {step}")
 
@@ -79,6 +80,11 @@ class SlurmRun:
         """Until the job has come back from the queue for its attempt `number`."""
         self.cluster.start_now(self.job, timeout_s)
         self._wait(lambda: number in self.run.attempt_numbers(), timeout_s, f"attempt {number}")
+
+    def wait_continued(self, attempt: int) -> int:
+        """Until `attempt` has trained a step: the one it continued after."""
+        self.wait_step(1, attempt=attempt)
+        return int(self.run.attempt(attempt).resumed_from.read_text())
 
     def record(self, attempt: int = -1) -> dict[str, Any]:
         numbers = self.run.attempt_numbers()
