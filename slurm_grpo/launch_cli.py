@@ -27,6 +27,7 @@ from slurm_grpo.errors import (
     ExitCode,
     SlurmGrpoError,
     SlurmUnavailable,
+    StorageError,
     SubmissionRefused,
 )
 from slurm_grpo.fsio import storage_errors
@@ -145,9 +146,9 @@ def _submit(run: RunDir, cfg: Config, arguments: Arguments) -> int:
     _make(run, cfg, replace=arguments.resume is not None)
     try:
         submission = submit_run(run, cfg)
-    except (SubmissionRefused, SlurmUnavailable):
+    except (SubmissionRefused, SlurmUnavailable, StorageError):
         if is_new:  # or the next try would meet this one's configuration
-            shutil.rmtree(run.root)
+            shutil.rmtree(run.root, ignore_errors=True)
         raise
     job_id, where = submission.job.job_id, shlex.quote(str(run.root))
     command = Path(sys.executable).with_name("slurm-grpo")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ from slurm_grpo.errors import SlurmUnavailable
 from slurm_grpo.slurm.queue import ALIVE, job_states
 from slurm_grpo.slurm.script import job_script, submitit_command
 from slurm_grpo.slurm.submit_env import leftovers, parse_job_id, refusal
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 30.0
 _ENDING_S = 20.0
@@ -44,8 +47,9 @@ class QueueWatcher(SlurmInfoWatcher):
         self._last_status_check = time.time()
         try:
             states = job_states(sorted(self._registered - self._finished))
-        except SlurmUnavailable:
-            return  # what is known stays known; a controller that restarts is back in a minute
+        except SlurmUnavailable as error:  # what is known stays known
+            log.warning("asking again in %.0f s: %s", _POLL_S, error)
+            return
         for job_id, components in states.items():
             leader = components[0]
             nodes = ",".join(c.nodes for c in components if c.nodes)
