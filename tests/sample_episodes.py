@@ -135,7 +135,7 @@ def take_step(run: RunDir, step: int, *ids: int) -> str:
 def mark_saved(run: RunDir, *steps: int) -> None:
     """A checkpoint of each step, as far as file names tell."""
     for step in steps:
-        run.checkpoint(step).mkdir()
+        run.checkpoint(step).mkdir(exist_ok=True)
         (run.checkpoint(step) / COMPLETE).touch()
 
 

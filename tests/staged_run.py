@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sample_episodes import assert_same_groups, make_group, make_header, make_run
+from sample_episodes import assert_same_groups, make_group, make_header, make_run, mark_saved
 
 from slurm_grpo.attempt import take_attempt
-from slurm_grpo.checkpoint_dirs import COMPLETE, latest_complete
+from slurm_grpo.checkpoint_dirs import COMPLETE, complete_steps, latest_complete
 from slurm_grpo.config import AlgorithmConfig, Config, StagingConfig
 from slurm_grpo.config_io import freeze_config
 from slurm_grpo.errors import SlurmGrpoError
@@ -68,8 +68,9 @@ def attempt(run: RunDir, n_steps: int, *, keep_steps: int | None = None) -> None
         trained_on = read_groups(run, ref, ids, deadline_s=READ_DEADLINE_S)
         assert_same_groups(trained_on, generated(ids, step))
         if step % 2 == 0 or step == n_steps:
-            run.checkpoint(step).mkdir(exist_ok=True)
-            (run.checkpoint(step) / COMPLETE).touch()
+            mark_saved(run, step)
+            for old in complete_steps(run)[:-2]:
+                (run.checkpoint(old) / COMPLETE).unlink()
             retention.apply(step)
 
 

@@ -10,6 +10,7 @@ the first NUL and models do emit NUL.
 from __future__ import annotations
 
 import json
+import math
 import time
 import uuid
 from collections.abc import Iterable
@@ -31,8 +32,10 @@ ERROR_CODE = FINISH_REASONS.index("error")
 CHUNK_TOKENS = 16384
 """Checksummed chunk length; larger chunks make random access two to four times slower."""
 MAX_SAMPLES = 1_000_000
+SMALL_IMAGE_BYTES = 1 << 16
 
 Array: TypeAlias = npt.NDArray[Any]
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 TEXT = h5py.string_dtype("utf-8")
 TEXT_ID = h5py.h5t.py_create(TEXT, logical=True)
 FINISH_REASON_TYPE = h5py.enum_dtype({name: i for i, name in enumerate(FINISH_REASONS)}, "u1")
@@ -158,8 +161,8 @@ def build_columns(groups: list[Group]) -> Columns:
         "episodes/finish_reason": np.array(
             [FINISH_REASONS.index(_disk_finish_reason(e)) for e in episodes], FINISH_REASON_TYPE
         ),
-        "episodes/policy_version_min": np.array([v.min(initial=2**31 - 1) for v in versions], "i8"),
-        "episodes/policy_version_max": np.array([v.max(initial=-1) for v in versions], "i8"),
+        "episodes/policy_version_min": _per_episode(np.minimum, versions),
+        "episodes/policy_version_max": _per_episode(np.maximum, versions),
         "episodes/t_submit": np.array([c.t_submit for c in completions], "f8"),
         "episodes/t_first_token": np.array([c.t_first_token for c in completions], "f8"),
         "episodes/t_finish": np.array([c.t_finish for c in completions], "f8"),
@@ -170,15 +173,18 @@ def build_columns(groups: list[Group]) -> Columns:
         "tokens/policy_version": _joined(versions, "i4"),
         "tokens/loss_mask": np.ones(n_tokens, "u1"),
     }
-    empty = np.diff(data["episodes/token_offsets"]) == 0
-    data["episodes/policy_version_min"][empty] = -1
     return Columns(data, part_names)
 
 
 def build_image(columns: Columns, header: ShardHeader) -> bytes:
     """The bytes of an HDF5 file that holds `columns`; `complete` is the last thing set."""
     shard_uuid = uuid.uuid4().hex
-    with h5py.File(shard_uuid, "w", driver="core", backing_store=False) as file:
+    # Memory grows by blocks, and each growth may copy all of it: one block for everything.
+    n_bytes = sum(values.nbytes for values in columns.data.values())
+    block_bytes = n_bytes + n_bytes // 4 + SMALL_IMAGE_BYTES
+    with h5py.File(
+        shard_uuid, "w", driver="core", backing_store=False, block_size=block_bytes
+    ) as file:
         for name in ("groups", "episodes", "tokens"):
             file.create_group(name)
         for column in COLUMNS:
@@ -349,9 +355,11 @@ def _check_group(group: Group) -> None:
     where = f"group {group[0].group_id}"
     for episode in group:
         values = [episode.reward, episode.advantage, *episode.reward_parts.values()]
-        if not all(v is None or np.isfinite(v) for v in values):
+        if not all(v is None or math.isfinite(v) for v in values):
             raise ShardError(f"{where}: reward, part or advantage is not finite: {values}")
-        if not np.isfinite(episode.completion.logprobs).all():
+        # NaN or infinity anywhere makes the sum one, unless it has overflowed.
+        logprobs = episode.completion.logprobs
+        if not math.isfinite(logprobs.sum()) and not np.isfinite(logprobs).all():
             raise ShardError(f"{where}: sample {episode.sample_index} has a non-finite log-prob")
         if not 0 <= episode.sample_index < MAX_SAMPLES:
             raise ShardError(f"{where}: sample index {episode.sample_index} is out of range")
@@ -438,6 +446,17 @@ def _info(episode: Episode) -> dict[str, str]:
     return {"error": episode.error, "finish_reason": episode.completion.finish_reason}
 
 
+def _per_episode(reduce: np.ufunc, parts: list[Array]) -> Array:
+    """One value of each part; -1 for an empty one."""
+    lengths = np.array([len(part) for part in parts], "i8")
+    found = np.full(len(parts), -1, "i8")
+    filled = lengths > 0
+    if filled.any():
+        starts = (np.cumsum(lengths) - lengths)[filled]
+        found[filled] = reduce.reduceat(_joined(parts, "i4"), starts)
+    return found
+
+
 def _offsets(lengths: Iterable[int]) -> Array:
     return np.array([0, *accumulate(lengths)], "i8")
 
@@ -461,7 +480,7 @@ def _texts(values: Iterable[Any]) -> Array:
 
 def _json(value: Any) -> str:
     """JSON that UTF-8 can carry; readable unless the text holds a lone surrogate."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = _encode(value)
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -312,7 +312,7 @@ def _group_refs(columns: Columns) -> tuple[GroupRef, ...]:
                 n_tokens=int(n_prompt_tokens[p] + tokens[stop] - tokens[first]),
                 oldest_version=int(versions[versions >= 0].min()) if (versions >= 0).any() else -1,
                 newest_version=int(columns["episodes/policy_version_max"][members].max(initial=-1)),
-                zero_spread=len(np.unique(rewards)) <= 1,
+                zero_spread=bool((rewards == rewards[:1]).all()),
                 n_trainable=int(trainable.sum()),
             )
         )

@@ -31,6 +31,7 @@ from staged_run import (
 )
 
 from slurm_grpo.attempt import take_attempt
+from slurm_grpo.checkpoint_dirs import COMPLETE, complete_steps
 from slurm_grpo.errors import ShardError, StorageError
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.rundir import RunDir
@@ -41,6 +42,7 @@ from slurm_grpo.staging.shards import ShardRef, list_shards, read_groups, verify
 from slurm_grpo.staging.verify import audit_run, verify_run
 
 N_STEPS = 4
+PLACES = ("/episodes", "/manifests", "/attempts")
 OPS = {
     "open": ("fail",),
     "write": ("fail", "short"),
@@ -88,7 +90,7 @@ def outcome(run: RunDir) -> tuple[int, str | None]:
     return n_seen, f"no file named: {unnamed}" if unnamed else None
 
 
-@pytest.mark.parametrize("where", ["/episodes", "/manifests", "/attempts"])
+@pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize(
     ("numbers", "stride"),
     [([errno.EIO], 17), pytest.param([errno.EIO, errno.ESTALE], 1, marks=pytest.mark.slow)],
@@ -140,6 +142,40 @@ def test_a_kill_before_any_call_that_writes(
     tmp_path: Path, shim: Path, what: str, at_least: int, stride: int
 ) -> None:
     assert run_broken(shim, killed_before_a_call, str(tmp_path), what, stride) >= at_least
+
+
+def random_history(folder: str, seed: int) -> dict[str, int]:
+    """Faults, compactions and lost checkpoints in a random order, and then on to the end."""
+    rng = random.Random(seed)
+    run = new_run(Path(folder) / f"run-{seed}", keep_steps=(keep_steps := rng.choice([None, 1, 3])))
+    happened = dict.fromkeys(("faults", "compactions", "fall-backs"), 0)
+    for n_steps in range(2, 12):
+        op = rng.choice(list(OPS))
+        number = rng.choice([errno.EIO, errno.ENOSPC, errno.ESTALE])
+        where = f"/run-{seed}{rng.choice(PLACES)}"
+        arm(op, where, rng.randint(1, 30), rng.choice(OPS[op]), number)
+        errors = attempt_until_done(run, n_steps, keep_steps=keep_steps)
+        disarm()
+        happened["faults"] += len(errors)
+        assert_exactly_once(run, n_steps)
+        if rng.random() < 0.3:
+            happened["compactions"] += compact_run(run).n_made
+            assert_exactly_once(run, n_steps)
+        if rng.random() < 0.3 and len(complete_steps(run)) > 1:
+            (run.checkpoint(complete_steps(run)[-1]) / COMPLETE).unlink()
+            happened["fall-backs"] += 1
+    attempt_until_done(run, 12, keep_steps=keep_steps)
+    assert_exactly_once(run, 12)
+    return happened
+
+
+@pytest.mark.parametrize("n_seeds", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_any_history_of_faults_compactions_and_fall_backs_trains_each_group_once(
+    tmp_path: Path, shim: Path, n_seeds: int
+) -> None:
+    found = [run_broken(shim, random_history, str(tmp_path), seed) for seed in range(n_seeds)]
+    totals = {key: sum(history[key] for history in found) for key in found[0]}
+    assert min(totals.values()) >= n_seeds / 4, totals
 
 
 @pytest.fixture
