@@ -77,8 +77,8 @@ def read_partitions() -> dict[str, Partition]:
         )
         kind = NodeKind(
             hosts=frozenset(expand_hosts(hosts)),
-            cpus=int(cpus),
-            mem_mib=int(mem),
+            cpus=int(cpus.rstrip("+")),  # `64+`: at least
+            mem_mib=int(mem.rstrip("+")),
             gpus=_gpus(gres),
             features=frozenset(features.split(",")),
         )

@@ -21,7 +21,12 @@ from slurm_grpo.config_cluster_checks import check_cluster
 from slurm_grpo.config_io import load_config
 from slurm_grpo.errors import ConfigError
 from slurm_grpo.slurm.durations import limit_seconds
-from slurm_grpo.slurm.partitions import NodeKind, Partition, impossible_requests
+from slurm_grpo.slurm.partitions import (
+    NodeKind,
+    Partition,
+    impossible_requests,
+    read_partitions,
+)
 
 
 def slurm(**cluster: object) -> Config:
@@ -154,6 +159,28 @@ def test_a_request_that_would_wait_for_ever_is_named(
     ]
     assert len(found) == (expected is not None)
     assert expected is None or expected in found[0]
+
+
+def test_partitions_are_read_from_sinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "gpu*|1-00:00:00|n[01-02],n7|64|512000|gpu:a100:4(S:0-1),nvme:1|nvlink,hdr",
+        "gpu*|1-00:00:00|n9|64|512000+|gpu:h100:2,gpu:a100:1(S:0)|(null)",
+        "cpu|infinite|c[1-3]|128|256000|(null)|(null)",
+    ]
+    (tmp_path / "sinfo").write_text("#!/bin/sh\n" + "".join(f"echo '{x}'\n" for x in lines))
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = read_partitions.__wrapped__()
+    assert [(name, p.is_default, p.limit_s) for name, p in found.items()] == [
+        ("gpu", True, 86400),
+        ("cpu", False, None),
+    ]
+    first, second = found["gpu"].kinds
+    assert first.hosts == {"n01", "n02", "n7"}
+    assert (first.gpus, first.cpus, first.mem_mib) == (4, 64, 512000)
+    assert first.features == {"nvlink", "hdr"}
+    assert second.gpus == 3
+    assert found["cpu"].kinds[0].gpus == 0
 
 
 def test_a_time_limit_beyond_the_partitions_is_named() -> None:
