@@ -11,7 +11,6 @@ still be going on: it is seen as it was when it was opened.
 from __future__ import annotations
 
 import ast
-import json
 import logging
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -38,8 +37,9 @@ from slurm_grpo.checkpoint_dirs import read_resumed_from
 from slurm_grpo.config_values import nearest
 from slurm_grpo.errors import AnalysisError
 from slurm_grpo.metrics import Row, read_metrics, valid_rows
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run_state import MANIFEST
 from slurm_grpo.staging.layout import BY_PATH, MAX_SAMPLES, Array
+from slurm_grpo.sweep import find_sweep
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,19 +53,15 @@ def open_run(path: str | Path) -> RunData:
 
 
 def open_runs(paths: str | Path | Iterable[str | Path]) -> RunSet:
-    """Several runs: their directories, or the directory of a sweep. Those of a sweep that have not
-    begun are left out. Raises AnalysisError when a path is neither, or no run is left."""
+    """Several runs: their directories, or the directory of a sweep, whose elements that have not
+    begun are left out. Raises AnalysisError when a path is neither, or nothing is left."""
     if isinstance(paths, str | Path):
-        manifest = Path(paths) / "manifest.json"
-        if not manifest.is_file():
+        if not (Path(paths) / MANIFEST).is_file():
             return RunSet([open_run(paths)])
-        elements = json.loads(manifest.read_text())["elements"]
-        # A sweep that was moved holds its runs where it is now.
-        found = [Path(e["run_dir"]) for e in elements]
-        found = [p if p.is_dir() else Path(paths) / p.name for p in found]
-        paths = [p for p in found if RunDir(p).episodes.is_dir()]
-        if len(paths) < len(found):
-            logger.warning("%d of %d runs have not begun", len(found) - len(paths), len(found))
+        elements = [element.run for element in find_sweep(str(paths))]
+        paths = [run.root for run in elements if run.attempt_numbers()]
+        if len(paths) < len(elements):
+            logger.warning("%d of %d have not begun", len(elements) - len(paths), len(elements))
     runs = [open_run(path) for path in paths]
     if not runs:
         raise AnalysisError("no run to open: none was named, or none of the sweep has begun.")
@@ -404,12 +400,14 @@ def _joined(batches: list[pd.DataFrame], names: list[str]) -> pd.DataFrame:
     """One frame of frames with the same columns; empty, with the columns, of none."""
     if not batches:
         return pd.DataFrame(columns=names)
+    columns: dict[str, Any] = {}
     for name in batches[0].columns:
-        if isinstance(batches[0][name].dtype, pd.CategoricalDtype):
-            union = pd.api.types.union_categoricals([b[name] for b in batches]).categories
-            for batch in batches:
-                batch[name] = batch[name].cat.set_categories(union)
-    return pd.concat(batches, ignore_index=True)
+        pieces = [batch[name] for batch in batches]
+        if isinstance(pieces[0].dtype, pd.CategoricalDtype):  # of which each shard has its own
+            columns[name] = pd.api.types.union_categoricals(pieces)
+        else:
+            columns[name] = pd.concat(pieces, ignore_index=True)
+    return pd.DataFrame(columns)
 
 
 def _rows_of(shard: OpenShard, wanted: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int]]:

@@ -204,14 +204,16 @@ def read_groups(
 
 
 @contextmanager
-def open_shard(path: Path) -> Iterator[h5py.File]:
-    """The published shard at `path`, open for reading, its header checked and nothing else.
+def open_shard(path: Path, *, check: bool = True) -> Iterator[h5py.File]:
+    """The published shard at `path`, open for reading, its header checked and nothing else;
+    without `check` not even that, for readers that have opened it before.
 
     Raises ShardError naming the file for what HDF5, the layout or the block finds wrong with it,
     and passes the file system's own OSErrors on.
     """
     with shard_errors(path), h5py.File(path, "r", locking=False) as file:
-        layout.check_header(file)
+        if check:
+            layout.check_header(file)
         yield file
 
 

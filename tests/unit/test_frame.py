@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-import yaml
 from sample_episodes import begin_attempt, make_group, make_header, make_run, train_step
 
 from slurm_grpo.analysis import open_run, open_runs
+from slurm_grpo.config import Config, OptimizerConfig, RunConfig, TrainerConfig
 from slurm_grpo.errors import AnalysisError
 from slurm_grpo.metrics import MetricsWriter
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging import layout
 from slurm_grpo.staging.shards import publish_groups
+from slurm_grpo.sweep import Element, write_elements
 
 
 @pytest.fixture
@@ -225,18 +225,23 @@ def test_an_empty_run_gives_empty_tables_with_their_columns(tmp_path: Path) -> N
     assert len(opened.metrics()) == 0
 
 
-def test_a_sweep_adds_the_keys_that_vary(tmp_path: Path) -> None:
+def test_a_sweep_adds_the_keys_that_vary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     elements = []
-    for index, lr in enumerate((1e-5, 3e-5, None)):
-        root = tmp_path / f"run-{index}"
-        elements.append({"index": index, "run_dir": f"/elsewhere/{root.name}", "changes": {}})
-        if lr is not None:
-            publish_groups(make_run(root), [make_group(index)], make_header())
-            config = {"run": {"name": root.name, "seed": 3}, "trainer": {"optimizer": {"lr": lr}}}
-            (root / "config.yaml").write_text(yaml.safe_dump(config))
-    (tmp_path / "manifest.json").write_text(json.dumps({"elements": elements}))
-    runs = open_runs(tmp_path)
-    table = runs.episodes(["reward"])
+    for index, lr in enumerate((1e-5, 3e-5, 1e-4)):
+        run = RunDir(tmp_path / f"run-{index}")
+        config = Config(
+            run=RunConfig(name=run.root.name, seed=3),
+            trainer=TrainerConfig(optimizer=OptimizerConfig(lr=lr)),
+        )
+        elements.append(Element(index=index, run=run, config=config, changes={}, is_new=True))
+    write_elements(tmp_path, elements)
+    for element in elements[:2]:
+        begin_attempt(element.run, 0, 0)
+        publish_groups(element.run, [make_group(element.index)], make_header())
+    table = open_runs(tmp_path).episodes(["reward"])
     assert list(table.columns) == ["run", "trainer.optimizer.lr", "reward"]
     assert list(table.run) == ["run-0", "run-0", "run-1", "run-1"]
     assert list(table["trainer.optimizer.lr"]) == [1e-5, 1e-5, 3e-5, 3e-5]
+    assert "1 of 3 have not begun" in caplog.text
+    runs = open_runs([element.run.root for element in elements])
+    assert list(runs.groups(["reward_mean"])["trainer.optimizer.lr"]) == [1e-5, 3e-5]
