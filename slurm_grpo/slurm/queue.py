@@ -95,7 +95,7 @@ def cancel_jobs(job_ids: Sequence[str]) -> None:
     Raises SlurmUnavailable.
     """
     if job_ids:
-        _run(["scancel", *job_ids], tolerated="Invalid job id")
+        run_slurm(["scancel", *job_ids], tolerated="Invalid job id")
 
 
 def expand_indices(text: str) -> list[int]:
@@ -123,7 +123,7 @@ def _unknown(job_id: str) -> ComponentState:
 def _squeue(*selection: str) -> list[ComponentState]:
     # --array: a line an element, also of those that are still pending together.
     command = ["squeue", "--array", "-h", "-t", "all", *selection, "-o", _SQUEUE_FORMAT]
-    return parse_squeue(_run(command, tolerated="Invalid job id"))
+    return parse_squeue(run_slurm(command, tolerated="Invalid job id"))
 
 
 def parse_squeue(text: str) -> list[ComponentState]:
@@ -135,7 +135,7 @@ def _sacct(job_ids: Sequence[str]) -> list[ComponentState]:
     """What accounting remembers; nothing on a cluster without."""
     command = ["sacct", "-n", "-P", "-X", "-j", ",".join(job_ids), "-o", _SACCT_FORMAT]
     try:
-        return parse_sacct(_run(command))
+        return parse_sacct(run_slurm(command))
     except SlurmUnavailable:
         return []
 
@@ -164,8 +164,11 @@ def _expand(text: str, state: ComponentState) -> Iterator[ComponentState]:
         yield dataclasses.replace(state, job_id=job_id, component=int(component or 0), task=index)
 
 
-def _run(command: Sequence[str], *, tolerated: str | None = None) -> str:
-    """What a Slurm command prints; with `tolerated` in its complaint, an error is an answer."""
+def run_slurm(command: Sequence[str], *, tolerated: str | None = None) -> str:
+    """What a Slurm command prints; with `tolerated` in its complaint, an error is an answer.
+
+    Raises SlurmUnavailable with its complaint.
+    """
     # The user's own SQUEUE_FORMAT, or a surrounding job's SLURM_CLUSTERS, would change the answer.
     env = {
         name: value

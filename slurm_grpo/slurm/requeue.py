@@ -8,16 +8,14 @@ in a job's life, never periodically.
 from __future__ import annotations
 
 import logging
-import os
 import re
-import subprocess
 import time
 from enum import Enum
 
 from slurm_grpo.errors import DeadlineExceeded, ExitCode, SlurmUnavailable
 from slurm_grpo.outcome import Ending, Outcome
 from slurm_grpo.slurm.allocation import Allocation
-from slurm_grpo.slurm.queue import job_states
+from slurm_grpo.slurm.queue import job_states, run_slurm
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +100,7 @@ def end_leftover_steps(allocation: Allocation) -> None:
                 f"{allocation.job_id} -o '%i %N'`; then resume the run."
             )
         _ask("scancel", "--signal=KILL", *left)
-        _ask("scancel", *left)  # also ends a step that waits for a frozen srun
+        _ask("scancel", *left)  # a step that has no task to signal
         time.sleep(_POLL_S)
 
 
@@ -131,16 +129,9 @@ def requeue(allocation: Allocation) -> str:
 
 
 def _ask(*command: str) -> str:
-    """Output and complaints of a Slurm command, whatever its exit code."""
-    env = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not k.startswith("SLURM_")}
+    """What a Slurm command prints, or why it prints nothing."""
     try:
-        done = subprocess.run(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, timeout=60,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        log.warning("%s: %s", " ".join(command), error)
-        return ""
-    if done.returncode:
-        log.warning("%s: %s", " ".join(command), done.stdout.strip())
-    return done.stdout
+        return run_slurm(command)
+    except SlurmUnavailable as error:
+        log.warning("%s", error)
+        return str(error)
