@@ -265,6 +265,11 @@ def run(arguments: argparse.Namespace) -> int:
         f"{arguments.run}: merged {done.n_merged} shards into {done.n_made}, {done.n_left} left as "
         f"they were; {before / MIB:.1f} MiB before, {_size_bytes(directory) / MIB:.1f} after\n"
     )
+    if done.n_made and (directory.episodes / "rescored").exists():
+        sys.stdout.write(
+            "Rewards that `slurm-grpo rescore` added belong to the shards they came from: call "
+            "it again for the merged ones.\n"
+        )
     return ExitCode.OK
 
 

@@ -111,17 +111,27 @@ class _Auditor:
 
     def _read_shards(self) -> None:
         for path, name in list_shards(self._run):
+            if self._is_gone(path):
+                continue
             try:
                 ref = read_ref(self._run, path, deadline_s=READ_DEADLINE_S)
             except SlurmGrpoError as error:
-                if (self._run.root / path).exists():
+                if not self._is_gone(path):
                     self._find(str(error))
                     self._unreadable.add(path)
-                continue  # gone since the listing: retired or in quarantine, or else missed below
+                continue
             self._check_shard(ref, name)
             self._shards[path] = name, {g.group_id: g for g in ref.groups}
             self._result.n_groups += len(ref.groups)
         self._result.n_shards = len(self._shards)
+
+    def _is_gone(self, path: str) -> bool:
+        """Retired, merged or put in quarantine since it was listed: on a live run, say."""
+        if (self._run.root / path).exists():
+            return False
+        ledger = read_ledger(self._run)
+        in_quarantine = (self._run.episodes / QUARANTINE / Path(path).name).exists()
+        return in_quarantine or path in ledger.retired or path in ledger.merged
 
     def _check_shard(self, ref: ShardRef, name: ShardName) -> None:
         newest = max((g.newest_version for g in ref.groups), default=-1)

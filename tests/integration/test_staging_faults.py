@@ -399,6 +399,24 @@ def late_names(folder: str, seconds: float, number: int) -> list[str]:
     return errors
 
 
+def live_run(folder: str, n_steps: int) -> None:
+    attempt(RunDir(Path(folder)), n_steps, keep_steps=2)
+
+
+def test_an_audit_beside_a_live_run_finds_nothing(tmp_path: Path, shim: Path) -> None:
+    run = new_run(tmp_path / "run", keep_steps=2)
+    n_audits = 0
+    with ThreadPoolExecutor() as pool:
+        writer = pool.submit(run_broken, shim, live_run, str(run.root), 100)
+        while not writer.done():
+            assert verify_run(run) == []
+            n_audits += 1
+        writer.result()
+    assert n_audits >= 10
+    assert_exactly_once(run, 100)
+    assert len(list_shards(run)) <= 4
+
+
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE])
 def test_names_and_listings_that_come_late_are_waited_for_up_to_a_deadline(
     tmp_path: Path, shim: Path, number: int

@@ -200,6 +200,22 @@ def test_a_newer_minor_version_is_left_as_it_is(
     assert compact_run(run) == Compaction(n_merged=7, n_made=2, n_left=2)
 
 
+def test_the_tables_of_an_analysis_stay_the_same(run: RunDir) -> None:
+    pytest.importorskip("pandas")
+    from slurm_grpo.analysis import open_run
+
+    before = open_run(run.root)
+    tables = before.episodes(), before.groups(), before.tokens(1_000_000)
+    compact_run(run)
+    after = open_run(run.root)
+    for old, new in zip(
+        tables, (after.episodes(), after.groups(), after.tokens(1_000_000)), strict=True
+    ):
+        by_id = [name for name in ("group_id", "episode_id", "attempt") if name in old]
+        old, new = (t.sort_values(by_id, kind="stable", ignore_index=True) for t in (old, new))
+        assert [name for name in old if not old[name].equals(new[name])] in ([], ["shard"])
+
+
 def _hold(run: RunDir) -> None:
     RunLock(run).acquire()
 
