@@ -282,7 +282,9 @@ def show_end(run: RunDir, summary: Summary, console: Console, *, picture: str | 
 
 def next_commands(run: RunDir, summary: Summary) -> list[tuple[str, str]]:
     """What to try after this run: (explanation, shell command)."""
-    submit = shlex.join([sys.executable, str(PACKAGE_ROOT / "launch" / "submit.py")])
+    script = PACKAGE_ROOT / "launch" / "submit.py"  # a job's copy of the package is without it
+    words = [sys.executable, str(script)] if script.exists() else ["python", "launch/submit.py"]
+    submit = shlex.join(words)
     config = shlex.quote(str(run.root / "config.yaml"))
     seed = summary["seed"] + 1
     resume = f"{submit} --resume {shlex.quote(str(run.root))}"
