@@ -42,6 +42,7 @@ def find_settled(
     `verify.py` is who complains.
     """
     starts = read_resumed_from(run)
+    newest = max(starts, default=-1)
     manifests = committed_manifests(run, step, read=read)
     ledger = read_ledger(run)
     done = {g for m in manifests for g in (*m.dropped, *(group_id for group_id, _ in m.groups))}
@@ -52,7 +53,7 @@ def find_settled(
         if wanted(uses.get(path))
         # What the newest attempt's picker still holds goes through its books, too stale or not.
         and (
-            (name.version < step - max_staleness and name.attempt < max(starts))
+            (name.version < step - max_staleness and name.attempt < newest)
             or _all_done(run, path, last_valid(name.attempt, starts), done)
         )
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -35,17 +36,22 @@ from slurm_grpo.staging.verify import audit_run, verify_run
 from slurm_grpo.types import Group
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    """Five steps by attempt 0, of which attempt 1 goes over 4 and 5 again; saved at step 5."""
-    run = make_books(tmp_path)
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = make_books(tmp_path_factory.mktemp("original"))
     for step in (1, 2, 3, 4, 5):
         take_step(run, step)
     begin_attempt(run, 1, 3)
     for step in (4, 5):
         take_step(run, step)
     mark_saved(run, 5)
-    return run
+    return run.root
+
+
+@pytest.fixture
+def run(original: Path, tmp_path: Path) -> RunDir:
+    """Five steps by attempt 0, of which attempt 1 goes over 4 and 5 again; saved at step 5."""
+    return RunDir(shutil.copytree(original, tmp_path / "run"))
 
 
 def all_groups(run: RunDir) -> dict[tuple[int, int], Group]:

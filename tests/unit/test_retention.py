@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -41,17 +42,22 @@ def left(run: RunDir) -> list[int]:
     return [name.sequence for _, name in list_shards(run)]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    """Four steps, shards 1 to 4; shard 9 holds a copy of group 0; shard 8 what step 4 dropped."""
-    run = make_books(tmp_path)
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = make_books(tmp_path_factory.mktemp("original"))
     for step in (1, 2, 3):
         take_step(run, step)
     path = publish_ids(run, 6, 7, version=3, header=make_header(sequence=4))
     commit_step(run, 4, path, 6, 7, dropped=(20,))
     publish_ids(run, 0, version=0, header=make_header(incarnation=1, sequence=9))
     publish_ids(run, 20, version=3, header=make_header(sequence=8))
-    return run
+    return run.root
+
+
+@pytest.fixture
+def run(original: Path, tmp_path: Path) -> RunDir:
+    """Four steps, shards 1 to 4; shard 9 holds a copy of group 0; shard 8 what step 4 dropped."""
+    return RunDir(shutil.copytree(original, tmp_path / "run"))
 
 
 @pytest.mark.parametrize(

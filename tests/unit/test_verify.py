@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,13 +28,18 @@ from slurm_grpo.staging.verify import add_arguments, audit_run, verify_run
 from slurm_grpo.staging.verify import run as run_command
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    """Three steps of two groups each, on-policy, and all of them whole."""
-    run = make_books(tmp_path)
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = make_books(tmp_path_factory.mktemp("original"))
     for step in (1, 2, 3):
         take_step(run, step)
-    return run
+    return run.root
+
+
+@pytest.fixture
+def run(original: Path, tmp_path: Path) -> RunDir:
+    """Three steps of two groups each, on-policy, and all of them whole."""
+    return RunDir(shutil.copytree(original, tmp_path / "run"))
 
 
 def of_version(run: RunDir, version: int) -> str:
