@@ -70,7 +70,7 @@ def read_partitions() -> dict[str, Partition]:
         return {}
     found: dict[str, Partition] = {}
     for line in done.stdout.splitlines():
-        name, limit, hosts, cpus, mem, gres, features = line.split("|")
+        name, limit, hosts, cpus, mem, gres, features = line.split("|", 6)
         partition = found.setdefault(
             name.removesuffix("*"),
             Partition(is_default=name.endswith("*"), limit_s=limit_seconds(limit)),

@@ -109,7 +109,10 @@ def wait_for_end(submission: Submission) -> int:
     while not is_over:
         is_over = job.done()
         info = job.get_info(mode="cache")
-        if info and (words := f"{info['State']} ({info['Reason']})") != said:
+        words = " ".join(
+            info[key] for key in ("State", "Reason") if info.get(key, "None") != "None"
+        )
+        if words != said:
             said = words
             sys.stdout.write(f"job {job.job_id}: {said}\n")
         with contextlib.suppress(FileNotFoundError), log.open(errors="replace") as lines:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,16 +55,22 @@ def submit(cluster: Cluster, tmp_path: Path) -> Submit:
     numbers = itertools.count()
 
     def submit(
-        *arguments: object, setup: str = SLEEP, env: dict[str, str] | None = None, prefix: Any = ()
+        *arguments: object,
+        setup: str = SLEEP,
+        flags: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        launcher: Path = SUBMIT,
     ) -> subprocess.CompletedProcess[str]:
         config = tmp_path / f"c{next(numbers)}.yaml"  # some submit at the same moment
-        config.write_text(yaml.safe_dump(settings | {"site": {"setup": [setup]}}))
-        command = [*prefix, sys.executable, SUBMIT, config, *arguments]
+        site = {"setup": [setup], "flags": list(flags)}
+        config.write_text(yaml.safe_dump(settings | {"site": site}))
+        command = [*prefix, sys.executable, launcher, config, *arguments]
         if "--resume" in arguments:
             command.remove(config)
         return subprocess.run(
             [str(word) for word in command],
-            env=cluster.env | (env or {}),
+            env={**cluster.env, **(env or {})},
             cwd="/",
             capture_output=True,
             text=True,
@@ -207,7 +214,9 @@ def test_nothing_of_a_surrounding_job_reaches_the_new_one(
 ) -> None:
     """What `env` shows in the batch step, submitted from a login node and from inside a job."""
 
-    def seen(name: str, prefix: Any = (), env: dict[str, str] | None = None) -> set[str]:
+    def seen(
+        name: str, prefix: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ) -> set[str]:
         path = tmp_path / name
         job = job_of(
             submit("--run.name", name, setup=f"env > {path}; exit 0", prefix=prefix, env=env)
@@ -229,6 +238,25 @@ def test_nothing_of_a_surrounding_job_reaches_the_new_one(
     inner -= {"TMPDIR", "SHLVL", "OLDPWD", "HOSTNAME"}
     assert inner - login == set()
     assert {"SLURM_JOB_ID", "SLURM_CONF", "CUDA_VISIBLE_DEVICES"} <= inner
+
+
+def test_what_is_edited_while_a_job_waits_does_not_change_it(
+    cluster: Cluster, submit: Submit, tmp_path: Path
+) -> None:
+    checkout = tmp_path / "checkout"
+    for name in ("slurm_grpo", "launch"):
+        shutil.copytree(ROOT / name, checkout / name)
+    launcher = checkout / "launch/submit.py"
+    # Roles that cannot start: the supervisor's traceback tells which code it is.
+    options = ["--cluster.python", "/bin/false"]
+    job = job_of(submit(*options, setup="true", flags=["--hold"], launcher=launcher))
+    for path in checkout.rglob("*.py"):
+        path.write_text("raise SystemExit('edited')")
+    cluster.run("scontrol", "release", job)
+    cluster.wait_state(job, "FAILED")
+    said = (tmp_path / "runs/r/jobs/0/slurm.out").read_text()
+    assert f"{tmp_path}/runs/r/jobs/0/code/slurm_grpo/batch.py" in said
+    assert "edited" not in said
 
 
 @pytest.mark.slow
