@@ -62,14 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _list(words)
     command = COMMANDS[name]
     parser = argparse.ArgumentParser(prog=f"slurm-grpo {name}", description=command.help)
-    module = importlib.import_module(command.module)
-    module.add_arguments(parser)
-    arguments, options = parser.parse_known_args(words[len(name.split()) :])
-    if "overrides" in arguments:
-        arguments.overrides = options
-    elif options:
-        parser.error(f"unrecognized arguments: {' '.join(options)}")
     try:
+        module = importlib.import_module(command.module)
+        module.add_arguments(parser)
+        arguments, options = parser.parse_known_args(words[len(name.split()) :])
+        if "overrides" in arguments:
+            arguments.overrides = options
+        elif options:
+            parser.error(f"unrecognized arguments: {' '.join(options)}")
         return int(module.run(arguments))
     except SlurmGrpoError as error:
         sys.stderr.write(f"error: {error}\n")

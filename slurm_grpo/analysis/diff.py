@@ -11,14 +11,13 @@ import argparse
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from slurm_grpo.analysis.columns import OpenShard
 from slurm_grpo.analysis.frame import RunData, open_run
-from slurm_grpo.analysis.terminal import add_run, say, table, warn_of_damage, width
+from slurm_grpo.analysis.terminal import add_run, run_path, say, table, warn_of_damage, width
 from slurm_grpo.errors import ExitCode
 from slurm_grpo.staging.layout import Array
 
@@ -43,7 +42,7 @@ class Difference:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument("other", type=Path, metavar="RUN_B", help="the run to compare it with")
+    parser.add_argument("other", type=run_path, metavar="RUN_B", help="the run to compare it with")
 
 
 def run(arguments: argparse.Namespace) -> int:

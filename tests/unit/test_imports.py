@@ -62,3 +62,17 @@ found = {"torch", "vllm", "torchtitan", "transformers", "tokenizers"} & set(sys.
 assert not found, found
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_command_without_its_library_says_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["pandas"] = None  # as where it is not installed
+from slurm_grpo.cli import main
+sys.exit(main(["episodes", "summary", "runs/any"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: pandas is missing: pip install 'slurm_grpo[analysis]'\n",
+    )

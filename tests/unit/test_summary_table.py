@@ -96,3 +96,16 @@ def test_a_run_without_episodes_has_a_summary(
 ) -> None:
     assert cli.main(["episodes", "summary", str(make_run(tmp_path).root)]) == 0
     assert "0 episodes" in capsys.readouterr().out
+
+
+def test_a_run_goes_by_its_name_too(
+    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run.root.parent / "runs").mkdir()
+    run.config.write_text("run: {seed: 1}\n")
+    run.root.rename(run.root.parent / "runs" / "named")
+    monkeypatch.chdir(run.root.parent)
+    assert cli.main(["episodes", "summary", "named"]) == 0
+    assert "named: 8 episodes" in capsys.readouterr().out
+    assert cli.main(["episodes", "summary", "nemad"]) == 2
+    assert "Did you mean runs/named?" in capsys.readouterr().err
