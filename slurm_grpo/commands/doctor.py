@@ -16,7 +16,6 @@ import re
 import secrets
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -30,12 +29,11 @@ from slurm_grpo.errors import ConfigError, ExitCode, SlurmGrpoError, SlurmUnavai
 from slurm_grpo.fsio import storage_errors, write_durably
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.doctor_probe import DONE, MODULE, PEERS, TASKS_S, TOKEN, Finding
-from slurm_grpo.slurm.queue import ComponentState, cancel_jobs, job_states
+from slurm_grpo.slurm.queue import ComponentState, cancel_jobs, job_states, run_slurm
 from slurm_grpo.slurm.script import job_script, node_groups
 from slurm_grpo.slurm.submission import expected_start, snapshot_package
-from slurm_grpo.slurm.submit_env import clean_environment, parse_job_id, run_sbatch
+from slurm_grpo.slurm.submit_env import parse_job_id, run_sbatch
 
-_ASK_S = 20.0
 _LOOK_S = 0.5
 _QUEUE_S = 5.0
 _VISIBLE_S = 30.0
@@ -85,8 +83,8 @@ def _load(arguments: argparse.Namespace) -> Config:
 
 def _findings(cfg: Config, has_config: bool, wait_s: float) -> Iterator[Finding]:
     try:
-        yield from _controller(_ask("scontrol", "show", "config"))
-        yield from _partitions(cfg, _ask("sinfo", "-h", "-a", "-o", "%P|%a|%l|%D|%G"))
+        yield from _controller(run_slurm(["scontrol", "show", "config"]))
+        yield from _partitions(cfg, run_slurm(["sinfo", "-h", "-a", "-o", "%P|%a|%l|%D|%G"]))
     except SlurmUnavailable as error:
         yield Finding("FAIL", "Slurm", str(error))
         yield Finding("not checked", "everything else", "it needs Slurm")
@@ -294,28 +292,6 @@ def _same_versions(generators: dict[str, str], trainers: dict[str, str]) -> Iter
         if generators.get(name) != trainers.get(name):
             text = f"{generators.get(name)} for the engines, {trainers.get(name)} for the trainers"
             yield Finding("FAIL", f"versions of {name}", f"{text}. Use one environment.")
-
-
-def _ask(*command: str) -> str:
-    """What a Slurm command prints. Raises SlurmUnavailable."""
-    try:
-        done = subprocess.run(
-            command,
-            env=clean_environment(os.environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_ASK_S,
-            check=True,
-        )
-    except FileNotFoundError:
-        raise SlurmUnavailable(
-            f"{command[0]}: no such command here. Run this on a login node of the cluster."
-        ) from None
-    except subprocess.SubprocessError as error:
-        words = " ".join(str(getattr(error, "stderr", None) or error).split())
-        raise SlurmUnavailable(f"{' '.join(command)}: {words}. Is slurmctld up?") from None
-    return done.stdout
 
 
 def _tail(path: Path) -> str:
