@@ -251,12 +251,12 @@ def test_what_is_edited_while_a_job_waits_does_not_change_it(
     options = ["--cluster.python", "/bin/false"]
     job = job_of(submit(*options, setup="true", flags=["--hold"], launcher=launcher))
     for path in checkout.rglob("*.py"):
-        path.write_text("raise SystemExit('edited')")
+        path.write_text("raise SystemExit('CHANGED')")
     cluster.run("scontrol", "release", job)
     cluster.wait_state(job, "FAILED")
     said = (tmp_path / "runs/r/jobs/0/slurm.out").read_text()
     assert f"{tmp_path}/runs/r/jobs/0/code/slurm_grpo/batch.py" in said
-    assert "edited" not in said
+    assert "CHANGED" not in said
 
 
 @pytest.mark.slow
