@@ -22,7 +22,7 @@ from typing import Any
 
 from slurm_grpo.control.address import address_of, host_address, interface_of
 from slurm_grpo.control.messages import LEADER
-from slurm_grpo.errors import ExitCode, SlurmGrpoError
+from slurm_grpo.errors import ConfigError, ExitCode, SlurmGrpoError
 from slurm_grpo.fsio import read_whole, write_durably
 from slurm_grpo.rundir import AttemptDir
 from slurm_grpo.slurm.environment import clean_environment, visible_gpus
@@ -68,13 +68,13 @@ def main(path: str) -> int:
 def node_environment(task: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
     """Variables that only this node can give values to.
 
-    Raises ConfigError when site.interface has no address here.
+    Raises ConfigError when site.interface has no address here, or GPUs are missing.
     """
     if task["interface"] is None:
         address = host_address()
         # Left alone, gloo listens where the host name resolves to, which may be loopback.
-        interface = interface_of(address)
-        found = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
+        interface = env.get("GLOO_SOCKET_IFNAME") or interface_of(address)
+        found = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     else:
         address, found = address_of(task["interface"]), {}
     found["SLURM_GRPO_HOST_ADDRESS"] = address
@@ -88,7 +88,13 @@ def node_environment(task: Mapping[str, Any], env: Mapping[str, str]) -> dict[st
             found[name] = env.get(name, str(cache / name.lower()))
     if task["gpus"]:
         gpus = visible_gpus(env)
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[i] for i in task["gpus"] if i < len(gpus))
+        if max(task["gpus"]) >= len(gpus):
+            raise ConfigError(
+                f"{env.get('SLURMD_NODENAME')}: the seat is GPU {task['gpus']} of the node, counted "
+                f"from 0, but the step has {len(gpus)} ({','.join(gpus)}). Compare gpus_per_node "
+                "with what Slurm grants, and see site.gpu_flag."
+            )
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[i] for i in task["gpus"])
     return found
 
 

@@ -118,6 +118,8 @@ def test_a_rank_sees_its_seats_gpus_of_those_the_step_may_use() -> None:
     env = node_environment(task("trainer-1", gpus=[1, 2]), {"CUDA_VISIBLE_DEVICES": "3,5,7"})
     assert env["CUDA_VISIBLE_DEVICES"] == "5,7"
     assert "CUDA_VISIBLE_DEVICES" not in node_environment(task("trainer-1"), {})
+    with pytest.raises(ConfigError, match=r"GPU \[1, 2\] of the node, .* the step has 1 \(3\)"):
+        node_environment(task("trainer-1", gpus=[1, 2]), {"CUDA_VISIBLE_DEVICES": "3"})
 
 
 def test_caches_are_on_the_nodes_own_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
