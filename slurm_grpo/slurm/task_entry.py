@@ -90,9 +90,9 @@ def node_environment(task: Mapping[str, Any], env: Mapping[str, str]) -> dict[st
         gpus = visible_gpus(env)
         if max(task["gpus"]) >= len(gpus):
             raise ConfigError(
-                f"{env.get('SLURMD_NODENAME')}: the seat is GPU {task['gpus']} of the node, counted "
-                f"from 0, but the step has {len(gpus)} ({','.join(gpus)}). Compare gpus_per_node "
-                "with what Slurm grants, and see site.gpu_flag."
+                f"{env.get('SLURMD_NODENAME')}: the seat is GPU {task['gpus']} of the node, from "
+                f"0, but the step has {len(gpus)} ({','.join(gpus)}). Compare gpus_per_node with "
+                "what Slurm grants, and see site.gpu_flag."
             )
         found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[i] for i in task["gpus"])
     return found
