@@ -137,9 +137,16 @@ def build_columns(groups: list[Group]) -> Columns:
     episodes = [e for g in groups for e in g]
     completions = [e.completion for e in episodes]
     prompts = [g[0].prompt for g in groups]
-    versions = [c.policy_versions for c in completions]
+    versions = _joined([c.policy_versions for c in completions], "i4")
+    token_offsets = _offsets(len(c.token_ids) for c in completions)
+    logprobs = _joined([c.logprobs for c in completions], "f4")
+    if not np.isfinite(logprobs).all():
+        first = np.flatnonzero(~np.isfinite(logprobs))[0]
+        bad = episodes[int(np.searchsorted(token_offsets, first, "right")) - 1]
+        raise ShardError(
+            f"group {bad.group_id}: sample {bad.sample_index} has a non-finite log-prob"
+        )
     part_names = tuple(sorted({name for e in episodes for name in e.reward_parts}))
-    n_tokens = sum(len(c.token_ids) for c in completions)
     data: dict[str, Array] = {
         "groups/group_id": np.array([g[0].group_id for g in groups], "i8"),
         "groups/prompt_offsets": _offsets(len(p.token_ids) for p in prompts),
@@ -152,7 +159,7 @@ def build_columns(groups: list[Group]) -> Columns:
             [e.group_id * MAX_SAMPLES + e.sample_index for e in episodes], "i8"
         ),
         "episodes/sample_seed": np.array([e.sample_seed for e in episodes], "i8"),
-        "episodes/token_offsets": _offsets(len(c.token_ids) for c in completions),
+        "episodes/token_offsets": token_offsets,
         "episodes/reward": _floats(e.reward for e in episodes),
         "episodes/advantage": _floats(e.advantage for e in episodes),
         "episodes/reward_parts": np.array(
@@ -161,17 +168,17 @@ def build_columns(groups: list[Group]) -> Columns:
         "episodes/finish_reason": np.array(
             [FINISH_REASONS.index(_disk_finish_reason(e)) for e in episodes], FINISH_REASON_TYPE
         ),
-        "episodes/policy_version_min": _per_episode(np.minimum, versions),
-        "episodes/policy_version_max": _per_episode(np.maximum, versions),
+        "episodes/policy_version_min": _per_episode(np.minimum, versions, token_offsets),
+        "episodes/policy_version_max": _per_episode(np.maximum, versions, token_offsets),
         "episodes/t_submit": np.array([c.t_submit for c in completions], "f8"),
         "episodes/t_first_token": np.array([c.t_first_token for c in completions], "f8"),
         "episodes/t_finish": np.array([c.t_finish for c in completions], "f8"),
         "episodes/completion_text": _texts(c.text for c in completions),
-        "episodes/info_json": _texts(_info(e) for e in episodes),
+        "episodes/info_json": np.array([_info(e) for e in episodes], TEXT),
         "tokens/token_id": _joined([c.token_ids for c in completions], "i4"),
-        "tokens/logprob": _joined([c.logprobs for c in completions], "f4"),
-        "tokens/policy_version": _joined(versions, "i4"),
-        "tokens/loss_mask": np.ones(n_tokens, "u1"),
+        "tokens/logprob": logprobs,
+        "tokens/policy_version": versions,
+        "tokens/loss_mask": np.ones(len(versions), "u1"),
     }
     return Columns(data, part_names)
 
@@ -357,10 +364,6 @@ def _check_group(group: Group) -> None:
         values = [episode.reward, episode.advantage, *episode.reward_parts.values()]
         if not all(v is None or math.isfinite(v) for v in values):
             raise ShardError(f"{where}: reward, part or advantage is not finite: {values}")
-        # NaN or infinity anywhere makes the sum one, unless it has overflowed.
-        logprobs = episode.completion.logprobs
-        if not math.isfinite(logprobs.sum()) and not np.isfinite(logprobs).all():
-            raise ShardError(f"{where}: sample {episode.sample_index} has a non-finite log-prob")
         if not 0 <= episode.sample_index < MAX_SAMPLES:
             raise ShardError(f"{where}: sample index {episode.sample_index} is out of range")
 
@@ -439,21 +442,19 @@ def _disk_finish_reason(episode: Episode) -> FinishReason:
     return "error" if episode.error is not None else episode.completion.finish_reason
 
 
-def _info(episode: Episode) -> dict[str, str]:
+def _info(episode: Episode) -> str:
     """What has no column: on disk a scoring error takes the place of the finish reason."""
     if episode.error is None:
-        return {}
-    return {"error": episode.error, "finish_reason": episode.completion.finish_reason}
+        return "{}"
+    return _json({"error": episode.error, "finish_reason": episode.completion.finish_reason})
 
 
-def _per_episode(reduce: np.ufunc, parts: list[Array]) -> Array:
-    """One value of each part; -1 for an empty one."""
-    lengths = np.array([len(part) for part in parts], "i8")
-    found = np.full(len(parts), -1, "i8")
-    filled = lengths > 0
+def _per_episode(reduce: np.ufunc, values: Array, offsets: Array) -> Array:
+    """One value of each episode's; -1 where it has none."""
+    found = np.full(len(offsets) - 1, -1, "i8")
+    filled = np.diff(offsets) > 0
     if filled.any():
-        starts = (np.cumsum(lengths) - lengths)[filled]
-        found[filled] = reduce.reduceat(_joined(parts, "i4"), starts)
+        found[filled] = reduce.reduceat(values, offsets[:-1][filled])
     return found
 
 

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -298,24 +299,26 @@ def _ref(run: RunDir, path: Path, name: ShardName, groups: tuple[GroupRef, ...])
 
 
 def _group_refs(columns: Columns) -> tuple[GroupRef, ...]:
-    episodes = columns["groups/episode_offsets"]
-    tokens = columns["episodes/token_offsets"]
-    n_prompt_tokens = np.diff(columns["groups/prompt_offsets"])
+    episodes = columns["groups/episode_offsets"].tolist()
+    tokens = columns["episodes/token_offsets"].tolist()
+    n_prompt_tokens = np.diff(columns["groups/prompt_offsets"]).tolist()
+    finish_reasons = columns["episodes/finish_reason"].tolist()
+    rewards = columns["episodes/reward"].tolist()
+    oldest = columns["episodes/policy_version_min"].tolist()
+    newest = columns["episodes/policy_version_max"].tolist()
     refs = []
     for p, group_id in enumerate(columns["groups/group_id"].tolist()):
-        first, stop = int(episodes[p]), int(episodes[p + 1])
-        members = slice(first, stop)
-        trainable = columns["episodes/finish_reason"][members] != layout.ERROR_CODE
-        rewards = columns["episodes/reward"][members][trainable]
-        versions = columns["episodes/policy_version_min"][members]
+        first, stop = episodes[p], episodes[p + 1]
+        trainable = [n for n in range(first, stop) if finish_reasons[n] != layout.ERROR_CODE]
         refs.append(
             GroupRef(
                 group_id=group_id,
-                n_tokens=int(n_prompt_tokens[p] + tokens[stop] - tokens[first]),
-                oldest_version=int(versions[versions >= 0].min()) if (versions >= 0).any() else -1,
-                newest_version=int(columns["episodes/policy_version_max"][members].max(initial=-1)),
-                zero_spread=bool((rewards == rewards[:1]).all()),
-                n_trainable=int(trainable.sum()),
+                n_tokens=n_prompt_tokens[p] + tokens[stop] - tokens[first],
+                oldest_version=min((v for v in oldest[first:stop] if v >= 0), default=-1),
+                newest_version=max(newest[first:stop], default=-1),
+                # NaN, a reward not computed, is equal to itself here.
+                zero_spread=len({None if isnan(rewards[n]) else rewards[n] for n in trainable}) < 2,
+                n_trainable=len(trainable),
             )
         )
     return tuple(refs)

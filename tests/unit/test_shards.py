@@ -352,3 +352,9 @@ def _describe(file: h5py.File) -> str:
 
 def _type(value: object) -> str:
     return str(value.dtype) if isinstance(value, np.ndarray | np.generic) else type(value).__name__
+
+
+def test_a_group_whose_rewards_were_not_computed_has_no_spread(run: RunDir) -> None:
+    group = [replace(episode, reward=None, advantage=None) for episode in make_group(0)]
+    (found,) = publish_groups(run, [group], make_header()).groups
+    assert (found.zero_spread, found.n_trainable) == (True, 2)
