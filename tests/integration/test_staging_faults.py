@@ -33,7 +33,7 @@ from staged_run import (
 from slurm_grpo.attempt import take_attempt
 from slurm_grpo.checkpoint_dirs import COMPLETE, complete_steps
 from slurm_grpo.errors import ShardError, StorageError
-from slurm_grpo.fsio import write_durably
+from slurm_grpo.fsio import sweep_temporaries, write_durably
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging import layout
 from slurm_grpo.staging.compact import compact_run
@@ -376,6 +376,19 @@ def clock_steps(folder: str, step_s: float) -> list[str]:
 @pytest.mark.parametrize("step_s", [-86_400.0, -1.0, 86_400.0, 1e9])
 def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, shim: Path, step_s: float) -> None:
     assert run_broken(shim, clock_steps, str(tmp_path), step_s) == []
+
+
+def test_a_temporary_swept_by_a_host_whose_clock_is_ahead_is_an_error_that_names_the_file(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "shard.h5"
+    with pytest.raises(StorageError, match=rf"rename into place {path}: No such file"):
+        write_durably(path, b"x", check=lambda _: assert_swept(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def assert_swept(folder: Path) -> None:
+    assert sweep_temporaries(folder, older_than_s=-86_400) == 1
 
 
 def late_names(folder: str, seconds: float, number: int) -> list[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from sample_episodes import (
 )
 
 from slurm_grpo.attempt import RunLock
+from slurm_grpo.config import AlgorithmConfig, Config, RunConfig
+from slurm_grpo.config_io import freeze_config
 from slurm_grpo.errors import ConfigError, ExitCode, ShardError
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging import compact, layout
@@ -138,7 +140,7 @@ def test_parts_that_only_some_shards_have_are_nan_elsewhere() -> None:
 
 
 def _group_with(group_id: int, parts: dict[str, float]) -> Group:
-    return [replace(e, reward_parts=parts) for e in make_group(group_id)]
+    return [dataclasses.replace(e, reward_parts=parts) for e in make_group(group_id)]
 
 
 def test_what_reads_back_otherwise_is_not_put_in_place(
@@ -220,6 +222,27 @@ def test_the_tables_of_an_analysis_stay_the_same(run: RunDir) -> None:
         by_id = [name for name in ("group_id", "episode_id", "attempt") if name in old]
         old, new = (t.sort_values(by_id, kind="stable", ignore_index=True) for t in (old, new))
         assert [name for name in old if not old[name].equals(new[name])] in ([], ["shard"])
+
+
+def test_a_replay_finds_the_groups_where_they_are_now(run: RunDir, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from slurm_grpo.trainer.replay import RecordedSteps
+
+    before = all_groups(run)
+    compact_run(run)
+    other = make_books(tmp_path / "replayed")
+    replayed = dataclasses.replace(Config(), run=RunConfig(replay_of=str(run.root)))
+    freeze_config(
+        dataclasses.replace(replayed, algorithm=AlgorithmConfig(groups_per_step=2)), other.config
+    )
+    steps = RecordedSteps(run, other, 0)
+    for step in range(1, 6):
+        ((first, ref), _) = steps.poll(step).groups
+        assert first.group_id == 2 * step - 2
+        attempt = int(step > 3)
+        found = read_groups(other, ref, [first.group_id])
+        assert_same_groups(found, [before[attempt, first.group_id]])
+    assert verify_run(other) == []
 
 
 def _hold(run: RunDir) -> None:
