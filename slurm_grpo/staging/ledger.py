@@ -32,7 +32,9 @@ class Record:
 
     shards: tuple[str, ...]
     into: str | None
-    """The merged shard that holds their groups; None: retired, covered by a checkpoint."""
+    """The merged shard that holds their groups; None: retired."""
+    step: int | None
+    """Of retired ones: the checkpoint that had just been written."""
     file: Path
 
 
@@ -40,7 +42,7 @@ class Record:
 class Ledger:
     """All records that are in force."""
 
-    retired: frozenset[str]
+    retired: dict[str, int]  # path -> step of the checkpoint after which it went
     merged: dict[str, str]  # source -> the shard that took its place, perhaps merged again since
     void: tuple[Record, ...]
     """Merges that were interrupted before they took effect."""
@@ -53,24 +55,24 @@ class Ledger:
 
 
 def record_retired(run: RunDir, shards: Iterable[str], *, step: int, attempt: int) -> None:
-    """Durably say that `shards` go because the checkpoint of `step` covers them."""
-    _publish(run, f"retired-step_{step:06d}-attempt_{attempt:03d}.json", sorted(shards), None)
+    """Durably say that `shards` go now that there is a checkpoint of `step`."""
+    _publish(run, f"retired-step_{step:06d}-attempt_{attempt:03d}.json", sorted(shards), step=step)
 
 
 def record_merged(run: RunDir, shards: Sequence[str], into: str) -> None:
     """Durably say that `shards` go once `into` has its name."""
-    _publish(run, f"merged-{Path(into).stem}.json", list(shards), into)
+    _publish(run, f"merged-{Path(into).stem}.json", list(shards), into=into)
 
 
 def read_ledger(run: RunDir) -> Ledger:
     """Every record, sorted into those in force and those that are void. Raises ShardError."""
     directory = run.episodes / DIRECTORY
     if not directory.is_dir():
-        return Ledger(retired=frozenset(), merged={}, void=())
+        return Ledger(retired={}, merged={}, void=())
     with storage_errors("list", directory):
         names = sorted(n for n in os.listdir(directory) if n.endswith(".json") and n[0] != ".")
     records = [_read(directory / name) for name in names]
-    retired = frozenset(p for r in records if r.into is None for p in r.shards)
+    retired = {p: r.step for r in records if r.step is not None for p in r.shards}
     merges = {r.into: r for r in records if r.into is not None}
     later = {p: into for into, r in merges.items() for p in r.shards}
 
@@ -87,11 +89,13 @@ def read_ledger(run: RunDir) -> Ledger:
     )
 
 
-def _publish(run: RunDir, name: str, shards: list[str], into: str | None) -> None:
+def _publish(
+    run: RunDir, name: str, shards: list[str], *, into: str | None = None, step: int | None = None
+) -> None:
     directory = run.episodes / DIRECTORY
     with storage_errors("create", directory):
         directory.mkdir(exist_ok=True)
-    body = {"schema": SCHEMA, "shards": shards, "into": into}
+    body = {"schema": SCHEMA, "shards": shards, "into": into, "step": step}
     if not link_durably(directory / name, json.dumps(body).encode() + b"\n"):
         raise ShardError(
             f"publish {directory / name}: exists with other shards, so two processes clean up this "
@@ -104,10 +108,11 @@ def _read(path: Path) -> Record:
         body = json.loads(read_whole(path))
         if body["schema"] != SCHEMA:
             raise ShardError(f"ledger {path}: schema {body['schema']!r}, expected {SCHEMA!r}.")
-        into = body["into"]
+        into, step = body["into"], body["step"]
         return Record(
             shards=tuple(str(p) for p in body["shards"]),
             into=None if into is None else str(into),
+            step=None if step is None else int(step),
             file=path,
         )
     except (ValueError, KeyError, TypeError) as error:

@@ -72,7 +72,7 @@ class _Auditor:
         self._starts: dict[int, int] = {}
         self._shards: dict[str, tuple[ShardName, dict[int, GroupRef]]] = {}
         self._unreadable: set[str] = set()
-        self._ledger = Ledger(retired=frozenset(), merged={}, void=())
+        self._ledger = Ledger(retired={}, merged={}, void=())
         self._cfg = self._read_config()
 
     def audit(self) -> Audit:
@@ -137,10 +137,10 @@ class _Auditor:
         newest = max((g.newest_version for g in ref.groups), default=-1)
         if newest != name.version:
             self._find(f"shard {ref.path}: its newest token is of version {newest}.")
-        if ref.attempt not in self._starts and not self._replays:
+        resumed_from = self._run.attempt(ref.attempt).resumed_from
+        if not (ref.attempt in self._starts or self._replays or resumed_from.exists()):
             self._find(
-                f"shard {ref.path}: attempt {ref.attempt} never began "
-                f"({self._run.attempt(ref.attempt).resumed_from} is missing)."
+                f"shard {ref.path}: attempt {ref.attempt} never began ({resumed_from} is missing)."
             )
 
     def _check_order(self, manifests: dict[Path, Manifest], saved: int) -> dict[int, Manifest]:
@@ -209,8 +209,12 @@ class _Auditor:
 
     def _problems(self, manifest: Manifest, group_id: int, path: str) -> Iterator[str]:
         now = self._ledger.resolve(path)
-        if now in self._ledger.retired or now in self._unreadable:
-            return  # covered by a checkpoint; or found before
+        if now in self._unreadable:
+            return  # found before
+        if now in self._ledger.retired:
+            if manifest.step > (covered := self._ledger.retired[now]):
+                yield f"retired when the checkpoint of step {covered} was the newest"
+            return
         if now not in self._shards:
             moved = self._run.episodes / QUARANTINE / Path(now).name
             yield f"it is in quarantine, {moved}" if moved.exists() else f"{now} is missing"

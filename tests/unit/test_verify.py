@@ -72,6 +72,12 @@ def _rewrite(run: RunDir, number: int, change: Callable[[str], str]) -> None:
     path.write_text(change(path.read_text()))
 
 
+def _retire(run: RunDir, number: int, *, step: int) -> Path:
+    path = _of_step(run, number)
+    record_retired(run, [str(path.relative_to(run.root))], step=step, attempt=0)
+    return path
+
+
 def _cut_record(run: RunDir) -> None:
     record_retired(run, ["x"], step=1, attempt=0)
     (path,) = (run.episodes / "ledger").iterdir()
@@ -134,6 +140,10 @@ DAMAGE: dict[str, tuple[Callable[[RunDir], object], str]] = {
         lambda run: publish_ids(run, 9, version=0, header=make_header(attempt=5)),
         r"attempt 5 never began .*attempts/5/resumed_from is missing",
     ),
+    "a shard retired too early": (
+        lambda run: _retire(run, 2, step=1).unlink(),
+        r"step 2 .*group 2 of .*: retired when the checkpoint of step 1 was the newest",
+    ),
     "a damaged ledger": (
         _cut_record,
         r"retired-step_000001-attempt_000\.json: damaged",
@@ -195,9 +205,7 @@ def test_what_is_in_flight_or_left_over_is_a_note(run: RunDir) -> None:
 
 
 def test_a_retired_shard_is_not_missed(run: RunDir) -> None:
-    path = _of_step(run, 1)
-    record_retired(run, [str(path.relative_to(run.root))], step=1, attempt=0)
-    path.unlink()
+    _retire(run, 1, step=1).unlink()
     audit = audit_run(run)
     assert audit.findings == []
     assert audit.notes == ["1 shard retired, as `staging.keep` says"]
