@@ -177,7 +177,7 @@ class Supervisor:
         self._display = make_display(self._run, self._cfg, self._console)
         reason, grace_s = "the supervisor failed", min(self._cfg.cluster.stop_grace_s, MAX_END_S)
         try:
-            if self._cfg.cluster.kind == "local":  # else a role's host records its own
+            if self._launcher.on_this_host:  # else a role's host records its own
                 self._record_versions()
             self._start_all()
             outcome = self._watch()
@@ -376,7 +376,7 @@ class Supervisor:
             self._note(warning)
         self._record.note(boundary_s=self._boundary.longest_s)
         self._record.renew(peak_pss_bytes=self._peak_pss_bytes)
-        if now < self._next_pss or self._cfg.cluster.kind != "local":
+        if now < self._next_pss or not self._launcher.on_this_host:
             return
         pss = proctree.pss_bytes(proctree.descendants(os.getpid()))
         self._peak_pss_bytes = max(self._peak_pss_bytes, pss)

@@ -50,6 +50,7 @@ class SrunLauncher:
     """Starts steps in the allocation around this process."""
 
     poll_s = 1.0
+    on_this_host = False
 
     def __init__(self, cfg: Config, allocation: Allocation) -> None:
         """Raises ConfigError when the processes do not fit the allocation."""

@@ -90,6 +90,8 @@ class StepLauncher(Protocol):
 
     poll_s: float
     """How often the supervisor looks at its steps when nothing wakes it."""
+    on_this_host: bool
+    """Whether the processes are this host's, to be measured here, and run its packages."""
 
     @property
     def control_host(self) -> str:
@@ -176,6 +178,7 @@ class LocalLauncher:
     """Steps as child processes of the supervisor."""
 
     poll_s = 0.25
+    on_this_host = True
     control_host = "127.0.0.1"
 
     @property
