@@ -78,8 +78,19 @@ class SlurmRun:
 
     def wait_attempt(self, number: int, timeout_s: float = 60.0) -> None:
         """Until the job has come back from the queue for its attempt `number`."""
-        self.cluster.start_now(self.job, timeout_s)
-        self._wait(lambda: number in self.run.attempt_numbers(), timeout_s, f"attempt {number}")
+
+        def has_begun() -> bool:
+            # An error while a component still runs; and the wait of two minutes begins anew with
+            # each requeue.
+            subprocess.run(
+                ["scontrol", "update", f"JobId={self.job}", "StartTime=now"],
+                env=self.cluster.env,
+                capture_output=True,
+                check=False,
+            )
+            return number in self.run.attempt_numbers()
+
+        self._wait(has_begun, timeout_s, f"attempt {number}")
 
     def wait_continued(self, attempt: int) -> int:
         """Until `attempt` has trained a step: the one it continued after."""

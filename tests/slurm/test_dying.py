@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,16 @@ LONG: dict[str, Any] = {"run": {"steps": 10_000}, "trainer": {"checkpoint": {"ev
 @pytest.fixture
 def submit(
     cluster: Cluster, tmp_path: Path, tiny_model_dir: ModelDir
-) -> Callable[[dict[str, Any]], SlurmRun]:
-    """Submits a heterogeneous run."""
+) -> Iterator[Callable[[dict[str, Any]], SlurmRun]]:
+    """Submits a heterogeneous run, which ends with the test at the latest."""
 
     def submit_run(changes: dict[str, Any]) -> SlurmRun:
         return slurm_runs.submit(
             cluster, slurm_runs.write_config(tmp_path, tiny_model_dir(), changes)
         )
 
-    return submit_run
+    yield submit_run
+    cluster.cancel_all()
 
 
 Submit = Callable[[dict[str, Any]], SlurmRun]
