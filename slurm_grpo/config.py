@@ -241,9 +241,8 @@ class TrainerConfig:
 class WeightSyncConfig:
     """The broadcast of new weights to the engines."""
 
-    bucket_mib: int = 8
-    """Size of one broadcast, MiB.
-    On CPUs it should fit the cache; larger ones suit fast networks."""
+    bucket_mib: int = 32
+    """Size of one broadcast, MiB; five of them are held at most."""
     door_timeout_s: float = 300.0
     """Seconds an engine may take to come to the door before it is given up and restarted."""
     transfer_timeout_s: float = 120.0

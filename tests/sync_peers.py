@@ -196,9 +196,7 @@ def _corrupting_group(corrupt_bucket: int | None) -> Any:
     class CorruptingGroup(PolicyGroup):
         n_buckets = 0
 
-        def start_broadcast(
-            self, tensor: Any, root: int = 0, *, deadline: float | None = None
-        ) -> Any:
+        def start_broadcast(self, tensor: Any, *, deadline: float | None = None) -> Any:
             if (
                 len(tensor) > 3000 and tensor.dtype.itemsize == 1
             ):  # a bucket: the metadata is shorter
@@ -206,7 +204,7 @@ def _corrupting_group(corrupt_bucket: int | None) -> Any:
                     tensor = tensor.clone()
                     tensor[12345] ^= 1
                 self.n_buckets += 1
-            return super().start_broadcast(tensor, root, deadline=deadline)
+            return super().start_broadcast(tensor, deadline=deadline)
 
     return PolicyGroup if corrupt_bucket is None else CorruptingGroup
 
@@ -239,7 +237,7 @@ class EnginePeer:
         self, store: str, epoch: int, first_rank: int, world_size: int, version: int
     ) -> Any:
         result = self.engine.receive(store, epoch, first_rank, world_size, version)
-        return {"digest": result.digest, "n_bytes": result.n_bytes, "receive_s": result.receive_s}
+        return {"digest": result.digest, "n_bytes": result.n_bytes, "transfer_s": result.transfer_s}
 
     def install(self, version: int) -> Any:
         return self.engine.install(version)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -75,15 +76,13 @@ class PolicyGroup:
         except RuntimeError as error:
             raise self._failure(f"forming it over the store at {store_address}", error) from error
 
-    def broadcast(self, tensor: Tensor, root: int = 0, *, deadline: float | None = None) -> None:
-        """Send `tensor` (root) or overwrite it (others); blocks until done, at most until the
+    def broadcast(self, tensor: Tensor, *, deadline: float | None = None) -> None:
+        """Send `tensor` (rank 0) or overwrite it (others); blocks until done, at most until the
         deadline.
         """
-        self.start_broadcast(tensor, root, deadline=deadline).wait()
+        self.start_broadcast(tensor, deadline=deadline).wait()
 
-    def start_broadcast(
-        self, tensor: Tensor, root: int = 0, *, deadline: float | None = None
-    ) -> Broadcast:
+    def start_broadcast(self, tensor: Tensor, *, deadline: float | None = None) -> Broadcast:
         """Like `broadcast`, without waiting: leave the tensor alone until the result's `wait` has
         returned.
 
@@ -97,7 +96,7 @@ class PolicyGroup:
                 f"{self}: the transfer's deadline passed before a broadcast began."
             )
         options = dist.BroadcastOptions()
-        options.rootRank = root
+        options.rootRank = 0
         options.timeout = timedelta(seconds=remaining_s)
         ends = time.monotonic() + remaining_s
         watcher = _watch(self._group, remaining_s) if self.device.type == "cuda" else None
@@ -192,6 +191,38 @@ class Broadcast:
             self._work.wait()
         except RuntimeError:
             return
+
+
+class Pipeline:
+    """Broadcasts one after the other, with at most `max_bytes` (but at least one) under way."""
+
+    def __init__(self, group: PolicyGroup, max_bytes: int, deadline: float) -> None:
+        self._group = group
+        self._max_bytes = max_bytes
+        self._deadline = deadline
+        self._under_way: deque[tuple[Broadcast, Tensor]] = deque()
+        self._n_bytes = 0
+
+    def push(self, data: Tensor) -> list[Tensor]:
+        """Start the broadcast of `data`; returns the tensors whose broadcasts had to end first."""
+        done = []
+        while self._under_way and self._n_bytes + data.nbytes > self._max_bytes:
+            done.append(self._wait_for_oldest())
+        broadcast = self._group.start_broadcast(data, deadline=self._deadline)
+        self._under_way.append((broadcast, data))
+        self._n_bytes += data.nbytes
+        return done
+
+    def drain(self) -> Iterator[Tensor]:
+        """Every tensor still under way, each as it is done."""
+        while self._under_way:
+            yield self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> Tensor:
+        broadcast, data = self._under_way.popleft()
+        broadcast.wait()
+        self._n_bytes -= data.nbytes
+        return data
 
 
 def _build_gloo(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:

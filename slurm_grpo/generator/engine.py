@@ -55,7 +55,10 @@ class ReceiveResult:
 
     digest: str
     n_bytes: int
-    receive_s: float
+    transfer_s: float
+    """Seconds until the last byte was in staging."""
+    verify_s: float
+    """Seconds of digests, and of waiting for the sender's."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -175,7 +178,8 @@ class Engine:
         return ReceiveResult(
             digest=digests.pop(),
             n_bytes=replies[0]["n_bytes"],
-            receive_s=max(reply["receive_s"] for reply in replies),
+            transfer_s=max(reply["transfer_s"] for reply in replies),
+            verify_s=max(reply["verify_s"] for reply in replies),
         )
 
     def install(self, version: int) -> float:

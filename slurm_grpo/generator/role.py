@@ -201,7 +201,8 @@ class GeneratorLoop:
             door["version"],
             {
                 "generator/pause_s": pause_s,
-                "generator/receive_s": received.receive_s,
+                "generator/transfer_s": received.transfer_s,
+                "generator/verify_s": received.verify_s,
                 "generator/load_s": load_s,
                 "generator/received_bytes": received.n_bytes,
             },

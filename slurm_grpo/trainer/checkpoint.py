@@ -79,7 +79,7 @@ def export_hf(run: RunDir, step: int, learner: Learner) -> Path:
         writer = _SafetensorsWriter(work) if dist.get_rank() == 0 else None
         for layer in iter_hf_layers(learner.model, learner.adapter, dtype):
             if writer is not None:
-                writer.add(layer)
+                writer.add([(name, tensor.to(dtype)) for name, tensor in layer])
         if writer is not None:
             writer.close()
             _copy_companions(Path(learner.cfg.model.path), work, learner.cfg.generator.engine.dtype)

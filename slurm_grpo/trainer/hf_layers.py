@@ -7,6 +7,7 @@ Used by the weight sender (rank 0) and the Hugging Face export.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,11 @@ def iter_hf_layers(
     """Yield embeddings, each layer, final norm and head as (name, full tensor) lists, in forward
     order.
 
-    A tied head is not sent: it is the embeddings. Shards are cast before they are gathered.
+    A tied head is not sent: it is the embeddings. Shards are cast to `dtype` before they are
+    gathered; a tensor that one rank holds whole comes in its own dtype.
     """
     for unit in units(model):
-        whole = {name: _gather(tensor.to(dtype)) for name, tensor in unit.items()}
+        whole = {name: _gather(tensor, dtype) for name, tensor in unit.items()}
         yield list(adapter.to_hf(whole).items())
 
 
@@ -43,5 +45,12 @@ def hf_metadata(model: nn.Module, adapter: titan.StateDictAdapter, dtype: torch.
     return rows
 
 
-def _gather(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.device_mesh.size() == 1:
+        local: Tensor = tensor.to_local()
+        return local
+    cast: Any = tensor.to(dtype)
+    whole: Tensor = cast.full_tensor()
+    return whole

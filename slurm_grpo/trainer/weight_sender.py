@@ -1,8 +1,8 @@
 """Sends the policy's weights from trainer rank 0 to every engine worker over the policy group.
 
-Gathered layers arrive one by one, are packed into two buckets in turn, and each bucket is broadcast
-while the next is filled; a full copy of the model never exists here. Knows nothing about models: it
-takes tensors and their metadata.
+Gathered layers arrive one by one; large tensors are broadcast from where they lie and small ones
+packed into buckets, while the next layer is gathered. A full copy of the model never exists here.
+Knows nothing about models: it takes tensors and their metadata.
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ import torch
 from torch import Tensor
 
 from slurm_grpo.config import WeightSyncConfig
-from slurm_grpo.control.policy_group import Broadcast, PolicyGroup
-from slurm_grpo.control.weight_layout import Layout, Metadata, bucket_digest, digest_text
+from slurm_grpo.control.policy_group import Pipeline, PolicyGroup
+from slurm_grpo.control.weight_layout import (
+    LINE_BYTES,
+    Layout,
+    Metadata,
+    TensorSlot,
+    bucket_digest,
+    digest_text,
+)
 from slurm_grpo.errors import SlurmGrpoError, SyncError
 
 
@@ -32,11 +39,11 @@ class SendResult:
     gather_s: float
     """Seconds spent waiting for `layers`."""
     broadcast_s: float
-    """Seconds of packing, sending and digests that `gather_s` did not cover."""
+    """Seconds of casting, packing, sending and digests that `gather_s` did not cover."""
 
 
 class WeightSender:
-    """Keeps the layout and the two bucket buffers between transfers."""
+    """Keeps the layout and the buckets of small tensors between transfers."""
 
     def __init__(self, cfg: WeightSyncConfig) -> None:
         self._cfg = cfg
@@ -50,8 +57,8 @@ class WeightSender:
         metadata: Metadata,
         version: int,
     ) -> SendResult:
-        """Broadcast one version. `layers` yields full tensors in the order, dtypes and shapes of
-        `metadata`.
+        """Broadcast one version. `layers` yields full tensors in the order and shapes of
+        `metadata`, whose dtypes they are cast to.
 
         Tensors may be sent without a copy: leave them unchanged until this returns. Every receiver
         must already be at the door of the same epoch. When a broadcast fails, `layers` is still
@@ -100,15 +107,16 @@ class WeightSender:
         return self._layout[1]
 
     def _take_buffers(self, device: torch.device) -> list[Tensor]:
+        """Three: two may be under way while the third is filled."""
         buffers, self._buffers = self._buffers, []
         if not buffers or buffers[0].device != device:
             size = self._cfg.bucket_mib << 20
-            buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
+            buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(3)]
         return buffers
 
 
 class _Stream:
-    """Writes tensors into buckets and broadcasts every bucket as it fills."""
+    """Takes tensors and broadcasts every bucket as soon as it is whole."""
 
     def __init__(
         self, group: PolicyGroup, layout: Layout, buffers: list[Tensor], deadline: float
@@ -117,9 +125,8 @@ class _Stream:
         self._group = group
         self._layout = layout
         self._deadline = deadline
-        self._position = 0  # bytes of the stream written so far
         self._n_written = 0  # tensors written so far
-        self._in_flight: list[Broadcast] = []
+        self._pipeline = Pipeline(group, 2 * layout.bucket_bytes, deadline)
         self._digests: list[Tensor] = []
 
     def open(self, version: int) -> None:
@@ -134,20 +141,21 @@ class _Stream:
                 f"weights: {name} comes after the last of {self._n_written} announced tensors."
             )
         slot = self._layout.slots[self._n_written]
-        if (name, tensor.dtype, tuple(tensor.shape)) != (slot.name, slot.dtype, slot.shape):
+        if (name, tuple(tensor.shape)) != (slot.name, slot.shape):
             raise SyncError(
-                f"weights: tensor {self._n_written} is {name} {tensor.dtype} "
-                f"{tuple(tensor.shape)}, but {slot.name} {slot.dtype} {slot.shape} was announced. "
-                "Gather in the order of the metadata."
+                f"weights: tensor {self._n_written} is {name} {tuple(tensor.shape)}, but "
+                f"{slot.name} {slot.shape} was announced. Gather in the order of the metadata."
             )
         self._n_written += 1
-        self._append(tensor.detach().to(self._group.device).contiguous().view(-1).view(torch.uint8))
-        end = self._layout.n_bytes
-        if self._n_written < len(self._layout.slots):
-            end = self._layout.slots[self._n_written].offset
-        self._append(
-            torch.zeros(end - self._position, dtype=torch.uint8, device=self._group.device)
-        )
+        values = tensor.detach().to(self._group.device).reshape(-1)
+        if slot.is_direct:
+            data = values.to(slot.dtype).view(torch.uint8)
+            if data.storage_offset() % 8:
+                data = data.clone()  # digests read it as int64
+            for piece in data.split(self._layout.bucket_bytes):
+                self._send(piece)
+        else:
+            self._pack(values, slot)
 
     def close(self) -> Tensor:
         """Send the digests; returns them once everything has been sent."""
@@ -156,28 +164,26 @@ class _Stream:
             raise SyncError(
                 f"weights: {len(missing)} announced tensors were not gathered, first {missing[0]}."
             )
-        for broadcast in self._in_flight:
-            broadcast.wait()
+        for _ in self._pipeline.drain():
+            pass
         digests = torch.stack(self._digests)
         self._group.broadcast(digests, deadline=self._deadline)
         return digests
 
-    def _append(self, data: Tensor) -> None:
-        while len(data):
-            bucket, used = divmod(self._position, self._layout.bucket_bytes)
-            start, end = self._layout.bounds(bucket)
-            if used == 0 and len(self._in_flight) == 2:
-                self._in_flight.pop(0).wait()  # it may still read the buffer that comes next
-            part, data = data[: end - start - used], data[end - start - used :]
-            self._position += len(part)
-            if len(part) == end - start and part.storage_offset() % 8 == 0:
-                self._send(part)  # the whole bucket lies inside one tensor: no copy
-                continue
-            buffer = self.buffers[bucket % 2][: end - start]
-            buffer[used : used + len(part)] = part
-            if self._position == end:
+    def _pack(self, values: Tensor, slot: TensorSlot) -> None:
+        """Cast a small tensor into the packed part of the stream."""
+        layout, offset = self._layout, slot.offset
+        while len(values):
+            bucket, used = divmod(offset - layout.packed_start, layout.bucket_bytes)
+            size = min(layout.bucket_bytes, layout.n_bytes - (offset - used))
+            buffer = self.buffers[bucket % len(self.buffers)][:size]
+            room = buffer[used:].view(slot.dtype)
+            part, values = values[: len(room)], values[len(room) :]
+            room[: len(part)] = part
+            offset += len(part) * slot.dtype.itemsize
+            if used + len(part) * slot.dtype.itemsize > size - LINE_BYTES:  # the last line
                 self._send(buffer)
 
     def _send(self, data: Tensor) -> None:
-        self._in_flight.append(self._group.start_broadcast(data, deadline=self._deadline))
-        self._digests.append(bucket_digest(data))
+        self._pipeline.push(data)
+        self._digests.append(bucket_digest(data))  # on its way out

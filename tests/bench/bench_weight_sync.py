@@ -32,21 +32,19 @@ from slurm_grpo.config import (
     WeightSyncConfig,
 )
 from slurm_grpo.control.address import host_address
-from slurm_grpo.control.policy_group import PolicyGroup, make_store
+from slurm_grpo.control.policy_group import Pipeline, PolicyGroup, make_store
 from slurm_grpo.trainer.weight_sender import WeightSender
 
 N_RUNNING = 64
 
 
 def broadcast_raw(group: PolicyGroup, data: torch.Tensor, piece_bytes: int) -> None:
-    """Nothing but the bytes, two pieces in flight."""
-    in_flight = []
+    """Nothing but the bytes, two pieces under way."""
+    pipeline = Pipeline(group, 2 * piece_bytes, time.monotonic() + 60)
     for piece in data.split(piece_bytes):
-        in_flight.append(group.start_broadcast(piece))
-        if len(in_flight) == 2:
-            in_flight.pop(0).wait()
-    for broadcast in in_flight:
-        broadcast.wait()
+        pipeline.push(piece)
+    for _ in pipeline.drain():
+        pass
 
 
 def serve_engine(pipe: Connection, cfg: Config, store_address: str, seed: int) -> None:
@@ -68,7 +66,7 @@ def serve_engine(pipe: Connection, cfg: Config, store_address: str, seed: int) -
         if request == "receive":
             pipe.send(("posted", time.time()))
             result = engine.receive(store_address, 1, 1, 2, argument)
-            pipe.send((result.digest, time.time()))
+            pipe.send((result.digest, time.time(), result.verify_s))
         elif request == "raw":
             n_bytes, piece_bytes = argument
             raw = torch.zeros(n_bytes, dtype=torch.uint8) if raw is None else raw
@@ -120,7 +118,7 @@ def measure(model: Path, repeats: int, bucket_mib: int) -> dict[str, Any]:
     pipe.recv()
 
     group: PolicyGroup | None = None
-    names = ("transfer", "raw_whole", "raw_buckets", "load", "pause")
+    names = ("transfer", "verify", "raw_whole", "raw_buckets", "load", "pause")
     times: dict[str, list[float]] = {name: [] for name in names}
 
     def layers() -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -132,12 +130,13 @@ def measure(model: Path, repeats: int, bucket_mib: int) -> dict[str, Any]:
         pipe.recv()
         if group is None:
             group = PolicyGroup(address, 1, 0, 2, torch.device("cpu"), 60)
-        time.sleep(0.02)  # until the receiver has posted its first operation
+        time.sleep(0.05)  # until the receiver has posted its first operation
         started = time.time()
         sent = sender.send(group, layers(), metadata, version)
-        digest, ended = pipe.recv()
+        digest, ended, verify_s = pipe.recv()
         assert digest == sent.digest
-        times["transfer"].append(ended - started)
+        times["transfer"].append(ended - verify_s - started)
+        times["verify"].append(verify_s)
         for name, piece_bytes in (("raw_whole", n_bytes), ("raw_buckets", bucket_mib << 20)):
             pipe.send(("raw", (n_bytes, piece_bytes)))
             pipe.recv()

@@ -216,3 +216,20 @@ def test_learning_rate_warms_up_and_decays_as_configured() -> None:
     cosine = ScheduleConfig(warmup_steps=0, decay="cosine")
     assert lr_at(5, 1.0, cosine, 10) == pytest.approx(0.5)
     assert lr_at(10, 1.0, cosine, 10) == pytest.approx(0.0)
+
+
+@pytest.mark.model
+def test_gradient_of_smollm2_with_shared_prompts_equals_its_unpacked_unshared_one(
+    smollm2_dir: Path,
+) -> None:
+    groups = make_groups(4, max_prompt=80, max_tokens=24)
+    loss, shared = gradients_of(smollm2_dir, groups)
+    learner = Learner(make_config(smollm2_dir), CPU)
+    _, n_trained_tokens = learner.plan(groups)
+    losses = [
+        learner.compute_gradients([[episode]], PackCounts(1, 0), n_trained_tokens)["trainer/loss"]
+        for group in groups
+        for episode in group
+    ]
+    assert sum(losses) == pytest.approx(loss, rel=1e-5)
+    assert relative_difference(shared, hf_gradients(learner)) < 1e-5

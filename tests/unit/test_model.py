@@ -162,15 +162,6 @@ def test_exported_layers_are_the_checkpoint_in_forward_order(
     assert all(torch.equal(tensor, original[name]) for name, tensor in rows)
 
 
-def test_export_casts_to_the_dtype_asked_for(tiny_model_dir: Callable[[Family], Path]) -> None:
-    path = tiny_model_dir("llama")
-    learner = Learner(make_config(path), CPU)
-    original = load_file(path / "model.safetensors")
-    for layer in iter_hf_layers(learner.model, learner.adapter, torch.bfloat16):
-        for name, tensor in layer:
-            assert torch.equal(tensor, original[name].bfloat16())
-
-
 def test_weights_in_several_files_of_another_dtype_load(
     tiny_model_dir: Callable[[Family], Path], tmp_path: Path
 ) -> None:

@@ -61,10 +61,9 @@ def receive(group: PolicyGroup) -> tuple[int, Layout, torch.Tensor, torch.Tensor
     group.broadcast(metadata)
     layout = decode_layout(metadata.numpy().tobytes(), bucket_bytes)
     stream = torch.empty(layout.n_bytes, dtype=torch.uint8)
-    for bucket in range(layout.n_buckets):
-        start, end = layout.bounds(bucket)
+    for start, end in layout.buckets:
         group.broadcast(stream[start:end])
-    digests = torch.empty(layout.n_buckets, 2, dtype=torch.int64)
+    digests = torch.empty(len(layout.buckets), 2, dtype=torch.int64)
     group.broadcast(digests)
     return version, layout, stream, digests
 
@@ -76,7 +75,7 @@ def random_weights() -> dict[str, torch.Tensor]:
         ((7,), torch.bfloat16),
         ((300, 301), torch.float32),
         ((), torch.float32),
-        ((2000, 1500), torch.bfloat16),
+        ((2000, 1536), torch.bfloat16),
         ((64, 65), torch.float16),
     ]
     return {
@@ -116,7 +115,7 @@ def test_weights_arrive_bit_for_bit_at_every_receiver(
             assert [name for name, _ in views] == list(weights)
             for name, tensor in views:
                 assert torch.equal(tensor, weights[name])
-            buckets = [stream[slice(*layout.bounds(i))] for i in range(layout.n_buckets)]
+            buckets = [stream[start:end] for start, end in layout.buckets]
             assert torch.equal(digests, torch.stack([bucket_digest(b) for b in buckets]))
             assert digest_text(digests) == result.digest
             assert layout.n_bytes == result.n_bytes
@@ -128,11 +127,28 @@ def test_layout_survives_its_encoding_and_names_the_tensors_of_a_bucket() -> Non
     layout = Layout(metadata_of(random_weights()), MIB)
     decoded = decode_layout(layout.encoded, MIB)
     assert decoded.slots == layout.slots
-    assert layout.n_buckets == 7
-    assert layout.bounds(6) == (6 * MIB, layout.n_bytes)
-    assert layout.names_in(0) == [f"layers.{i}.weight" for i in range(4)]
+    large = 2000 * 1536 * 2
+    assert layout.buckets[:6] == tuple(
+        (start, min(start + MIB, large)) for start in range(0, large, MIB)
+    )
+    assert layout.buckets[6:] == ((large, layout.n_bytes),)  # the small ones, last
     assert layout.names_in(3) == ["layers.3.weight"]
-    assert layout.names_in(6) == ["layers.3.weight", "layers.4.weight"]
+    assert layout.names_in(6) == [f"layers.{i}.weight" for i in (0, 1, 2, 4)]
+
+
+def test_a_bucket_of_small_tensors_is_sent_as_soon_as_it_is_full() -> None:
+    small, large = (torch.bfloat16, (200_000,)), (torch.bfloat16, (MIB,))
+    layout = Layout(
+        [("a", *small), ("b", *large), ("c", *small), ("d", *small), ("e", *large)], MIB
+    )
+    assert [layout.names_in(i) for i in range(6)] == [
+        ["b"],
+        ["b"],
+        ["a", "c", "d"],
+        ["e"],
+        ["e"],
+        ["d"],
+    ]
 
 
 def test_digest_is_the_sum_over_lines_and_the_sum_by_position() -> None:
@@ -158,13 +174,11 @@ def test_damaged_bucket_has_another_digest(damage: Callable[[torch.Tensor], Any]
     stream = torch.randint(0, 256, (layout.n_bytes,), dtype=torch.uint8)
 
     def digests() -> torch.Tensor:
-        return torch.stack(
-            [bucket_digest(stream[slice(*layout.bounds(i))]) for i in range(layout.n_buckets)]
-        )
+        return torch.stack([bucket_digest(stream[start:end]) for start, end in layout.buckets])
 
     before = digests()
     assert mismatches(layout, before, digests()) == []
-    damage(stream[slice(*layout.bounds(3))])
+    damage(stream[slice(*layout.buckets[3])])
     assert mismatches(layout, before, digests()) == ["bucket 3 of 7 (layers.3.weight)"]
 
 
