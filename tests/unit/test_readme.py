@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from model_shell import make_model_shell
+
+from slurm_grpo.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -23,8 +26,10 @@ def test_files_that_the_readme_names_exist() -> None:
     assert [name for name in scripts + modules if not (ROOT / name).exists()] == []
 
 
-def test_the_dry_run_of_the_readme_runs(tmp_path: Path) -> None:
-    (line,) = re.findall(r"^\.venv/bin/python (launch/submit\.py .* --dry-run)$", TEXT, re.M)
+@pytest.mark.parametrize("config", ["quickstart", "slurm"])
+def test_the_dry_runs_of_the_readme_run(config: str, tmp_path: Path) -> None:
+    pattern = rf"^\.venv/bin/python (launch/submit\.py configs/{config}\.yaml .*--dry-run)$"
+    (line,) = re.findall(pattern, TEXT, re.M)
     command = [
         sys.executable,
         *shlex.split(line),
@@ -33,12 +38,18 @@ def test_the_dry_run_of_the_readme_runs(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "trainer-0" in done.stdout
+    assert ("#SBATCH hetjob" if config == "slurm" else "trainer-0") in done.stdout
+
+
+def test_the_commands_that_the_readme_names_exist() -> None:
+    named = set(re.findall(r"slurm-grpo ((?:episodes |sweep )?[a-z]+)", TEXT))
+    assert named - {"episodes", "sweep"} <= set(COMMANDS)
+    assert set(COMMANDS) <= named
 
 
 def test_the_example_of_own_prompts_is_accepted(tmp_path: Path) -> None:
     (rows,) = re.findall(r"^```json\n(.*?)```$", TEXT, re.M | re.S)
-    (task,) = re.findall(r"^```yaml\n(.*?)```$", TEXT, re.M | re.S)
+    (task,) = re.findall(r"^```yaml\n(task:.*?)```$", TEXT, re.M | re.S)
     for name in ("train.jsonl", "held_out.jsonl"):
         (tmp_path / name).write_text(rows)
     (tmp_path / "mine.yaml").write_text(task)
