@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, overload
 import zmq
 
 from slurm_grpo.control.messages import MessageError
-from slurm_grpo.control.views import View, apply_changes
+from slurm_grpo.control.views import HeldView, View
 from slurm_grpo.errors import DeadlineExceeded, SlurmGrpoError, Stopped
 from slurm_grpo.rundir import AttemptDir, RunDir
 
@@ -61,9 +61,8 @@ class ControlClient:
         self._unconfirmed: deque[tuple[int, bytes]] = deque()
         self._last_seq = 0  # last number given to a message
         self._handed_over = 0  # last number given to ZeroMQ, as far as the server has not missed it
-        self._confirmed = 0  # last number the server has taken
-        self._view: View | None = None
-        self._view_number = 0  # the server's number for it
+        self._confirmed = 0  # last number the server has taken, and the view takes account of
+        self._held = HeldView()
         self._failure: SlurmGrpoError | None = None
         self._is_closing = False
         self._wake_r, self._wake_w = socket.socketpair()
@@ -82,7 +81,7 @@ class ControlClient:
         self.send("hello", host=socket.gethostname(), pid=os.getpid(), log=str(attempt.log(peer)))
         self._thread.start()
         with self._changed:
-            self._changed.wait_for(lambda: self._view is not None or self._failure is not None)
+            self._changed.wait_for(lambda: self._held.view is not None or self._failure is not None)
         if self._failure is not None:
             self.close()
             raise self._failure
@@ -104,8 +103,8 @@ class ControlClient:
         just sent.
         """
         self._check()
-        assert self._view is not None
-        return self._view
+        assert self._held.view is not None
+        return self._held.view
 
     def send(self, kind: str, **body: Any) -> None:
         """Queue a message; it reaches the scheduler once, in the order of the calls."""
@@ -158,7 +157,11 @@ class ControlClient:
             if value is not None and value is not False:
                 return value
             with self._changed:
-                while self._view is view and self._confirmed == confirmed and self._failure is None:
+                while (
+                    self._held.view is view
+                    and self._confirmed == confirmed
+                    and self._failure is None
+                ):
                     left = deadline - time.monotonic()
                     if left > 0:
                         self._changed.wait(left)
@@ -174,7 +177,7 @@ class ControlClient:
         """Whether the view differs from the given one within `timeout_s`."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._view is not view or self._failure is not None, timeout_s
+                lambda: self._held.view is not view or self._failure is not None, timeout_s
             )
         return self.view is not view
 
@@ -278,7 +281,7 @@ class ControlClient:
 
     def _state(self) -> dict[str, int]:
         """What the server compares with what it did: messages handed over, view held."""
-        return {"sent": self._handed_over, "have": self._view_number}
+        return {"sent": self._handed_over, "have": self._held.number}
 
     def _hand_over(self) -> None:
         with self._changed:
@@ -310,25 +313,14 @@ class ControlClient:
         if "error" in reply:
             raise MessageError(reply["error"])
         with self._changed:
-            self._confirmed = max(self._confirmed, reply["ack"])
-            while self._unconfirmed and self._unconfirmed[0][0] <= self._confirmed:
+            while self._unconfirmed and self._unconfirmed[0][0] <= reply["ack"]:
                 self._unconfirmed.popleft()
             if reply["ack"] < reply.get("sent", 0):
                 # Heartbeats overtake nothing: what was sent before this one is lost.
                 self._handed_over = reply["ack"]
-            self._take_view(reply)
+            if self._held.take(reply):  # else the view does not take account of them
+                self._confirmed = max(self._confirmed, reply["ack"])
             self._changed.notify_all()
-
-    def _take_view(self, reply: dict[str, Any]) -> None:
-        if "view" in reply:
-            view = reply["view"]
-        elif self._view is not None and reply.get("since") == self._view_number:
-            view = apply_changes(self._view, reply["changes"])
-        else:
-            return  # changes to a view that was lost: the next heartbeat says so
-        self._view_number = reply["number"]
-        if view != self._view:
-            self._view = view
 
 
 def who_is_missing(view: View) -> str:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -24,7 +24,7 @@ from zmq.utils import z85
 
 from slurm_grpo.control.messages import MessageError
 from slurm_grpo.control.scheduler import Scheduler
-from slurm_grpo.control.views import View, view_changes
+from slurm_grpo.control.views import SentView
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.rundir import AttemptDir
 
@@ -51,8 +51,7 @@ class _Session:
     route: bytes = b""  # ROUTER's name for the connection the peer used last
     last_seq: int = 0  # last message handed to the scheduler
     error: str | None = None
-    view: View | None = None  # as last sent
-    view_number: int = 0
+    sent: SentView = field(default_factory=SentView)
 
 
 class ControlServer:
@@ -185,28 +184,17 @@ class ControlServer:
         for key in keys:
             self._owed.pop(key, None)
             session = self._sessions[key]
-            reply = {"ack": session.last_seq, **heard.get(key, {})}
+            reply = {
+                "ack": session.last_seq,
+                "number": session.sent.number,
+                **heard.get(key, {}),
+            }
             if session.error is not None:
                 reply["error"] = session.error
             elif key[0] in changed or "sent" in reply:
-                reply |= self._news(key, reply.pop("have", None))
+                reply |= session.sent.news(self._scheduler.view(*key), reply.pop("have", None))
             replies.append((session.route, reply))
         return replies
-
-    def _news(self, key: tuple[str, int], have: int | None) -> dict[str, Any]:
-        """The peer's view, as changes to what it was sent before, or whole if a heartbeat says that
-        it has not got that."""
-        session = self._sessions[key]
-        view, before = self._scheduler.view(*key), session.view
-        is_whole = before is None or have not in (None, session.view_number)
-        if view is before and not is_whole:
-            return {}
-        session.view = view
-        session.view_number += 1
-        if before is None or is_whole:
-            return {"number": session.view_number, "view": view}
-        changes = view_changes(before, view)
-        return {"number": session.view_number, "since": session.view_number - 1, "changes": changes}
 
     def _take(
         self, route: bytes, parts: list[bytes], now: float

@@ -29,7 +29,7 @@ from slurm_grpo.control.client import ControlClient
 from slurm_grpo.control.messages import LEADER, engine_name, trainer_name
 from slurm_grpo.control.scheduler import Scheduler
 from slurm_grpo.control.server import ControlServer
-from slurm_grpo.control.views import View, apply_changes
+from slurm_grpo.control.views import HeldView
 from slurm_grpo.rundir import AttemptDir
 from slurm_grpo.staging.shards import GroupRef, ShardRef
 
@@ -52,8 +52,7 @@ class Peer:
         self.socket.linger = 0
         self.socket.connect(keys["address"])
         self._seq = 0
-        self._view: View = {}
-        self._view_number = 0
+        self._held = HeldView()
         self._done: set[tuple[Any, ...]] = set()
         self._groups: set[int] = set()
         self._n_shards = 0
@@ -67,7 +66,7 @@ class Peer:
         self._send(self._seq, kind, body)
 
     def heartbeat(self) -> None:
-        self._send(0, "heartbeat", {}, sent=self._seq, have=self._view_number)
+        self._send(0, "heartbeat", {}, sent=self._seq, have=self._held.number)
 
     def _send(self, seq: int, kind: str, body: dict[str, Any], **extra: int) -> None:
         envelope = {"peer": self.name, "incarnation": 0, "seq": seq, "kind": kind, "body": body}
@@ -80,14 +79,13 @@ class Peer:
             except zmq.Again:
                 return
             assert "error" not in reply, reply
-            if "number" not in reply:
+            before = self._held.view
+            self._held.take(reply)
+            if (view := self._held.view) is None or view is before:
                 continue
-            assert "view" in reply or reply["since"] == self._view_number
-            self._view_number = reply["number"]
-            self._view = reply.get("view") or apply_changes(self._view, reply["changes"])
-            self.is_stopped = bool(self._view["stop"])
-            if "groups" in self._view and not self.is_stopped:
-                self._answer(self._view)
+            self.is_stopped = bool(view["stop"])
+            if "groups" in view and not self.is_stopped:
+                self._answer(view)
 
     def _answer(self, view: dict[str, Any]) -> None:
         door, committed = view["door"], view["committed"]

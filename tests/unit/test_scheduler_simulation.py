@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import defaultdict
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 
 from slurm_grpo.config import AlgorithmConfig, Config, GeneratorConfig, ModelConfig, RunConfig
 from slurm_grpo.control.scheduler import Scheduler
+from slurm_grpo.control.views import HeldView, SentView
 
 View = dict[str, Any]
 Wait = Callable[[View], Any]
@@ -45,6 +47,7 @@ class Engine:
         self.finished: list[tuple[int, int]] = []  # (group, oldest version), not yet announced
         self.evals: set[tuple[str, int]] = set()
         self.n_shards = 0
+        self.held = HeldView()
         sim.later(sim.random.uniform(1, 20), self.start)
 
     def send(self, kind: str, **body: Any) -> None:
@@ -58,11 +61,13 @@ class Engine:
 
     def beat(self) -> None:
         if self.alive:
-            self.send("heartbeat")
+            self.send("heartbeat", have=self.held.number)
             self.sim.later(HEARTBEAT_S, self.beat)
 
-    def see(self, view: View) -> None:
-        if not self.alive or view["stop"]:
+    def see(self, news: View) -> None:
+        self.held.take(news)
+        view = self.held.view
+        if not self.alive or view is None or view["stop"]:
             return
         door = view["door"]
         if door:
@@ -169,6 +174,8 @@ class Simulation:
         self.fifo: dict[tuple[str, int, str], float] = {}
         self.sent: dict[str, int] = {}
         self.taken: dict[str, int] = {}
+        self.sent_views: dict[tuple[str, int], SentView] = defaultdict(SentView)
+        self.held = HeldView()
         self.standing: dict[tuple[int, int], set[int]] = {}
         self.trained: list[int] = []
         self.dropped: set[int] = set()
@@ -206,22 +213,26 @@ class Simulation:
         if kind == "consumed":
             self.n_dropped_told += len(body["dropped"])
         self.scheduler.handle(peer, incarnation, kind, body, self.now)
-        self.push(peer if kind == "heartbeat" else None)
+        if kind == "heartbeat":
+            self.push(peer, incarnation, body["have"])
+        else:
+            self.push()
 
-    def push(self, answered: str | None = None) -> None:
+    def push(self, answered: str | None = None, incarnation: int = 0, have: int = 0) -> None:
         self.check_assignments()
         dirty = self.scheduler.dirty()
         for peer in sorted(dirty | ({answered} if answered else set())):
+            engine = self.engines.get(int(peer.split("-")[1])) if peer != "trainer-0" else None
+            key = (peer, engine.incarnation if engine else 0)
+            says = have if (answered, incarnation) == key else None
+            news = self.sent_views[key].news(self.scheduler.view(peer), says)
             if peer != answered and self.random.random() < self.trouble:
                 continue  # lost; the answer to the next heartbeat brings it
-            view = self.scheduler.view(peer)
             if peer == "trainer-0":
                 as_of = self.taken.get(peer, 0)
-                self.in_order((peer, 0, "down"), partial(self.trainer_sees, view, as_of))
-            else:
-                engine = self.engines.get(int(peer.split("-")[1]))
-                if engine:
-                    self.in_order((peer, engine.incarnation, "down"), partial(engine.see, view))
+                self.in_order((*key, "down"), partial(self.trainer_sees, news, as_of))
+            elif engine:
+                self.in_order((*key, "down"), partial(engine.see, news))
 
     def start_engine(self, engine_id: int, incarnation: int) -> None:
         self.scheduler.engine_starting(engine_id, incarnation, self.now)
@@ -247,15 +258,19 @@ class Simulation:
     def trainer_sends(self, kind: str, **body: Any) -> None:
         self.send("trainer-0", 0, kind, body)
 
-    def trainer_sees(self, view: View, as_of: int) -> None:
-        while not self.done and as_of >= self.sent["trainer-0"] and (value := self.wait(view)):
+    def trainer_sees(self, news: View, as_of: int) -> None:
+        is_new = self.held.take(news)
+        while is_new and not self.done and as_of >= self.sent["trainer-0"]:
+            value = self.wait(self.held.view or {})
+            if not value:
+                return
             try:
                 self.wait = self.trainer.send(value)
             except StopIteration:
                 self.done = True
 
     def trainer_beats(self) -> None:
-        self.trainer_sends("heartbeat")
+        self.trainer_sends("heartbeat", have=self.held.number)
         self.later(HEARTBEAT_S, self.trainer_beats)
 
     def run_trainer(self) -> Generator[Wait, Any, None]:
@@ -376,6 +391,10 @@ class Simulation:
             self.assigned[engine_id] = groups
         owned = [g for groups in self.assigned.values() for g in groups]
         assert len(owned) == len(set(owned)), "a group with two owners"
+        shards = self.scheduler.view("trainer-0")["shards"].values()
+        announced = [g["group_id"] for shard in shards for g in shard["groups"]]
+        assert len(announced) == len(set(announced)), "a group in two shards"
+        assert not set(owned) & set(announced), "a group that is there is to be made again"
 
     def check_generation(self, engine: Engine, group_id: int) -> None:
         assert not self.strict or group_id % self.cfg.generator.n_engines == engine.engine_id
