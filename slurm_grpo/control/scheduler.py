@@ -140,8 +140,8 @@ class Scheduler:
 
     def _on_at_door(self, sender: _Engine, epoch: int, version: int, **_: Any) -> None:
         if self._door.arrived(sender.engine_id, epoch, version):
-            self._touch(*self._engines)
-        self._touch(sender)
+            self._touch_views(*self._engines)
+        self._touch_views(sender)
 
     def _on_received(
         self, sender: _Engine, epoch: int, version: int, digest: Any, **_: Any
@@ -206,7 +206,7 @@ class Scheduler:
                 "wait for them first."
             )
         self._door.open(version, store, self._ready(), self._now)
-        self._touch(*self._engines)
+        self._touch_views(*self._engines)
 
     def _on_sync_failed(
         self, sender: _Peer, epoch: int, version: int, reason: str, **_: Any
@@ -222,7 +222,7 @@ class Scheduler:
             engine.committed = version
             engine.committed_at = self._now
             engine.is_installing = True
-        self._touch(*self._engines)
+        self._touch_views(*self._engines)
         self._is_assigning_due = True
 
     def _on_consumed(
@@ -429,12 +429,16 @@ class Scheduler:
     # Helpers
 
     def _touch(self, *peers: _Peer) -> None:
-        """The views of these peers and of the trainer may have changed."""
-        self._touched.add(LEADER)
+        """The views of these peers and of the trainer may have changed, and so may their cards."""
+        self._touch_views(*peers)
         for peer in peers:
-            self._touched.add(peer.name)
             if isinstance(peer, _Engine):
                 peer.card = None
+
+    def _touch_views(self, *peers: _Peer) -> None:
+        """The same without the cards: a door, a commit and an evaluation are not on them."""
+        self._touched.add(LEADER)
+        self._touched.update(peer.name for peer in peers)
 
     def _start(self, peer: _Peer, incarnation: int, now: float) -> None:
         if isinstance(peer, _Engine) and peer.state != "down":

@@ -214,6 +214,7 @@ def watch(server: ControlServer, pipe: Connection, seconds: float | None) -> Any
         with server.locked() as scheduler:
             scheduler.tick(time.monotonic())
             overdue = scheduler.overdue_peers(time.monotonic())
+            scheduler.view(LEADER)
         assert not overdue, overdue
     assert seconds is not None, f"the leader said nothing for {LIMIT_S:.0f} s"
     return None
