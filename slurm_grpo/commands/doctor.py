@@ -257,7 +257,9 @@ def _wait_done(root: Path, job_id: str) -> bool:
             next_look = time.monotonic() + _QUEUE_S
             alive = any(state.is_alive for state in job_states([job_id])[job_id])
             if not alive:
-                deadline = min(deadline, time.monotonic() + _VISIBLE_S)
+                # Its output, written before, tells whether files show up here at all.
+                patience_s = _QUEUE_S if (root / "slurm.out").exists() else _VISIBLE_S
+                deadline = min(deadline, time.monotonic() + patience_s)
         time.sleep(_LOOK_S)
     return False
 

@@ -205,7 +205,7 @@ class Probe:
         return f"{here} reaches {other} in {1000 * seconds:.1f} ms; {_resolved(name)}"
 
     def _broadcast(self) -> str:
-        """Over the policy group, as weights travel: from the trainer, and back."""
+        """Over the policy group, as weights travel."""
         import torch
 
         from slurm_grpo.control.policy_group import PolicyGroup, make_store
@@ -218,18 +218,22 @@ class Probe:
             store, address = None, read_whole(self.root / "store", deadline_s=_MEET_S).decode()
         group = PolicyGroup(address, 1, 0 if self.leads else 1, 2, device, _BROADCAST_S)
         data = torch.full((_BROADCAST_BYTES,), 7, dtype=torch.uint8, device=device)
+        if not self.leads:
+            data.zero_()
         started = time.monotonic()
-        for root in (0, 1):
-            if group.rank != root:
-                data.zero_()
-            group.broadcast(data, root)
-        seconds = time.monotonic() - started
+        group.broadcast(data)
         if int(data.min()) != 7:
             raise SlurmGrpoError("other bytes arrived than were sent: look at the interconnect.")
+        received = self.root / "received"
+        if self.leads:
+            read_whole(received, deadline_s=_BROADCAST_S)
+        seconds = time.monotonic() - started
+        if not self.leads:
+            write_durably(received, b"all")
         group.abandon()
-        del store
+        del store  # no sooner: the engine may have to ask it
         backend = "NCCL" if device.type == "cuda" else "gloo"
-        return f"{backend}, {2 * _BROADCAST_BYTES / seconds / 1e9:.1f} GB/s between the groups"
+        return f"{backend}, {_BROADCAST_BYTES >> 20} MiB to the generators in {seconds:.2f} s"
 
 
 _OTHER_DIRECTORY = "Put run.runs_dir on a POSIX file system that all nodes share."
