@@ -65,7 +65,7 @@ def test_one_node_is_shared_by_both_sides(
 def test_an_allocation_is_cut_between_nodes(
     cluster: Cluster, tmp_path: Path, tiny_model_dir: ModelDir
 ) -> None:
-    """Three GPUs of two nodes for engines, the fourth and both of the next for ranks."""
+    """The engine has one GPU of the first node, ranks its other one and both of the next."""
     changes = {
         "cluster": {"shared": {"partition": "gen", "nodes": 2, "gpus_per_node": 2}},
         "generator": {"n_engines": 1},
