@@ -125,14 +125,15 @@ def test_a_killed_supervisor_takes_everything_along(submit: Submit) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("node", ["train1", "gen1"])
+@pytest.mark.parametrize("side", ["trainers", "generators"])
 def test_the_loss_of_a_node_requeues_and_the_run_goes_on(
-    cluster: Cluster, submit: Submit, tmp_path: Path, tiny_model_dir: ModelDir, node: str
+    cluster: Cluster, submit: Submit, side: str
 ) -> None:
     """The leader's node splits the job: component 1 goes on, and its old tasks must be ended."""
     job = submit(LONG)
     job.wait_checkpoint(2)
     before = job.processes()
+    (node,) = job.record()["nodes"][side]
     cluster.kill_node(node)
     try:
         runs.wait_until(
