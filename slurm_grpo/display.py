@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -293,7 +294,10 @@ def next_commands(run: RunDir, summary: Summary) -> list[tuple[str, str]]:
     if source := summary.get("replay_of"):
         again = f"slurm-grpo replay {shlex.quote(source)} --trainer.optimizer.lr 1e-6"
         return [("the same episodes at another learning rate", again)]
+    command = Path(sys.executable).with_name("slurm-grpo")  # there, but seldom on PATH
+    report = [str(command) if command.exists() else "slurm-grpo", "report", str(run.root)]
     return [
+        ("everything about this run as one HTML page", shlex.join(report)),
         ("train for 20 more steps", f"{resume} --run.steps {summary['steps'] + 20}"),
         (
             "your own questions: JSON lines with `prompt` and `answer`",

@@ -30,6 +30,7 @@ SILENCE_S = 60.0
 """A heartbeat this old says nothing any more; six are due in the time."""
 MANIFEST, ARRAY_SCRIPT = "manifest.json", "array.sh"
 """Of a sweep, in the directory that holds its runs."""
+RUN_HELP = "run directory, or its name under runs/"
 _ALIVE = ("queued", "starting", "running", "ending")
 
 
@@ -68,6 +69,12 @@ def find_run(text: str) -> RunDir:
     known = [str(path.parent) for path in sorted(Path("runs").glob("*/config.yaml"))]
     hint = nearest(f"runs/{text}", known) if known else "There is no run under runs/ either."
     raise ConfigError(f"{text}: no run directory (no config.yaml in it). {hint}")
+
+
+def run_path(text: str) -> Path:
+    """Like `find_run`, for a directory that may hold nothing but episodes."""
+    path = Path(text)
+    return path if RunDir(path).episodes.is_dir() else find_run(text).root
 
 
 def stand(run: RunDir) -> Standing:

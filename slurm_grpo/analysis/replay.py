@@ -23,6 +23,7 @@ from slurm_grpo.config_values import option_types
 from slurm_grpo.errors import ConfigError, ShardError
 from slurm_grpo.fsio import storage_errors
 from slurm_grpo.metrics import read_run_metrics
+from slurm_grpo.run_state import RUN_HELP, run_path
 from slurm_grpo.rundir import RunDir
 
 _IGNORED = (
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Without changes, a strict run repeats its losses exactly on CPUs. The replay is a run "
         "directory beside RUN; --run.name and --run.runs_dir put it elsewhere."
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run whose steps are taken again")
+    parser.add_argument("run", type=run_path, metavar="RUN", help=RUN_HELP)
     parser.add_argument(
         "--config", metavar="NEW.yaml", type=Path, help="changes to RUN's own configuration"
     )

@@ -26,7 +26,7 @@ from slurm_grpo.config_checks import get
 from slurm_grpo.config_values import option_types
 from slurm_grpo.errors import ExitCode
 from slurm_grpo.fsio import write_durably
-from slurm_grpo.run_state import read_json, stand
+from slurm_grpo.run_state import RUN_HELP, read_json, run_path, stand
 
 if TYPE_CHECKING:
     from slurm_grpo.analysis.report_charts import Chart
@@ -51,7 +51,7 @@ STEP_COLUMNS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN, the file to write, and whose rewards to show."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, such as runs/<name>")
+    parser.add_argument("run", type=run_path, metavar="RUN", help=RUN_HELP)
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="by default report.html in the run"
     )

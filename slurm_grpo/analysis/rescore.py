@@ -21,6 +21,7 @@ from slurm_grpo import config_io
 from slurm_grpo.config import ScorerConfig
 from slurm_grpo.errors import ConfigError, ExitCode, ShardError
 from slurm_grpo.fsio import sweep_temporaries
+from slurm_grpo.run_state import RUN_HELP, run_path
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.tasks.checks import scorer_problems
 from slurm_grpo.tasks.scorer import Scorer
@@ -34,7 +35,7 @@ SAY_EVERY_S = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN, the scorer with its settings, and the name of its columns."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, such as runs/<name>")
+    parser.add_argument("run", type=run_path, metavar="RUN", help=RUN_HELP)
     parser.add_argument(
         "--scorer",
         required=True,

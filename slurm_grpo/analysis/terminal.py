@@ -7,25 +7,16 @@ import argparse
 import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from slurm_grpo.analysis.frame import RunData
-from slurm_grpo.run_state import find_run
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run_state import RUN_HELP, run_path
 
 MIN_WIDTH = 40
-RUN_HELP = "run directory, or its name under runs/"
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """The run directory, the first argument of every command."""
     parser.add_argument("run", type=run_path, metavar="RUN", help=RUN_HELP)
-
-
-def run_path(text: str) -> Path:
-    """The run that a person names: a directory, or a name under runs/. Raises ConfigError."""
-    path = Path(text)
-    return path if RunDir(path).episodes.is_dir() else find_run(text).root
 
 
 def width() -> int:

@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 
 from slurm_grpo.errors import ConfigError, DeadlineExceeded, ExitCode
-from slurm_grpo.run_state import Standing, find_run, live_supervisor_here, stand
+from slurm_grpo.run_state import RUN_HELP, Standing, find_run, live_supervisor_here, stand
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.queue import cancel_jobs
 
@@ -23,7 +23,7 @@ _AGAIN_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="run directory, or its name under runs/")
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument(
         "--timeout", type=float, default=120.0, metavar="S", help="wait so long (default: 120)"
     )

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from slurm_grpo.errors import ConfigError, ExitCode
-from slurm_grpo.run_state import find_run, judge, stand
+from slurm_grpo.run_state import RUN_HELP, find_run, judge, stand
 from slurm_grpo.rundir import RunDir
 
 _POLL_S = 0.5
@@ -23,7 +23,7 @@ _BLOCK = 1 << 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="run directory, or its name under runs/")
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument(
         "--role",
         choices=("supervisor", "trainer", "engine", "generator"),

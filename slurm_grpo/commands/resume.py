@@ -6,11 +6,11 @@ from __future__ import annotations
 import argparse
 
 from slurm_grpo.launch_cli import main
-from slurm_grpo.run_state import find_run
+from slurm_grpo.run_state import RUN_HELP, find_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="run directory, or its name under runs/")
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument(
         "options",
         nargs=argparse.REMAINDER,

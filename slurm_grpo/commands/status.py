@@ -33,7 +33,7 @@ from slurm_grpo.display import (
     sparkline,
 )
 from slurm_grpo.errors import ExitCode
-from slurm_grpo.run_state import Standing, element_number, find_run, stand
+from slurm_grpo.run_state import RUN_HELP, Standing, element_number, find_run, stand
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.summary import evaluations
 
@@ -44,7 +44,7 @@ _DAY_S = 86400
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="run directory, or its name under runs/")
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument("--json", action="store_true", help="for programs")
 
 

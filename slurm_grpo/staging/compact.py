@@ -30,6 +30,7 @@ from slurm_grpo.fsio import (
     sync_directory,
     write_durably,
 )
+from slurm_grpo.run_state import RUN_HELP, run_path
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging import layout
 from slurm_grpo.staging.layout import COLUMNS, Columns, ShardHeader
@@ -243,7 +244,7 @@ def _same(a: layout.Array, b: layout.Array) -> bool:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("run", type=Path, help="run directory; nothing may run there")
+    parser.add_argument("run", type=run_path, metavar="RUN", help=f"{RUN_HELP}; it must not run")
     parser.add_argument(
         "--target-mib",
         type=int,

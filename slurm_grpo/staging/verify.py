@@ -22,6 +22,7 @@ from slurm_grpo.config import Config
 from slurm_grpo.config_io import read_frozen
 from slurm_grpo.errors import ConfigError, ExitCode, SlurmGrpoError
 from slurm_grpo.fsio import TEMPORARY_NAME
+from slurm_grpo.run_state import RUN_HELP, run_path
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging.ledger import Ledger, read_ledger
 from slurm_grpo.staging.manifest import Manifest, last_valid, list_manifests, read_manifest
@@ -305,7 +306,7 @@ def _listed(steps: list[int]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("run", type=run_path, metavar="RUN", help=RUN_HELP)
 
 
 def run(arguments: argparse.Namespace) -> int:
