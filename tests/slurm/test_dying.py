@@ -88,9 +88,7 @@ def test_a_killed_engine_is_restarted_while_the_trainer_goes_on(submit: Submit) 
     assert "engine-0 ended (killed by SIGKILL); restart 1 of 3" in job.output
 
 
-def test_a_killed_trainer_rank_costs_a_requeue_when_a_checkpoint_was_made(
-    cluster: Cluster, submit: Submit, tmp_path: Path, tiny_model_dir: ModelDir
-) -> None:
+def test_a_killed_trainer_rank_costs_a_requeue_when_a_checkpoint_was_made(submit: Submit) -> None:
     changes = {
         "run": {"steps": 6},
         "trainer": {"n_ranks": 2, "checkpoint": {"every_steps": 2}},
