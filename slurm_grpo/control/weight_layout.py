@@ -63,6 +63,10 @@ class Layout:
         least = min(_DIRECT_BYTES, bucket_bytes)
         direct = [size >= least and size % LINE_BYTES == 0 for size in sizes]
         self.packed_start = sum(s for s, is_direct in zip(sizes, direct, strict=True) if is_direct)
+        self.n_bytes = self.packed_start + sum(
+            _whole_lines(s) for s, is_direct in zip(sizes, direct, strict=True) if not is_direct
+        )
+        """Length of the stream, padding included."""
         direct_end, packed_end = 0, self.packed_start
         sent = packed_end  # of the packed part
         slots: list[TensorSlot] = []
@@ -83,16 +87,16 @@ class Layout:
                 direct_end += size
                 buckets += _cuts(offset, direct_end, bucket_bytes)
             else:
-                packed_end += -(-size // LINE_BYTES) * LINE_BYTES
-                full = sent + (packed_end - sent) // bucket_bytes * bucket_bytes
-                buckets += _cuts(sent, full, bucket_bytes)
-                sent = full
+                packed_end += _whole_lines(size)
+                whole = packed_end  # the last bucket is whole with the last small tensor
+                if packed_end < self.n_bytes:
+                    whole -= (packed_end - sent) % bucket_bytes
+                buckets += _cuts(sent, whole, bucket_bytes)
+                sent = whole
         self.slots = tuple(slots)
-        self.buckets = (*buckets, *_cuts(sent, packed_end, bucket_bytes))
+        self.buckets = tuple(buckets)
         """First byte and end in the stream, in the order they are sent: each as soon as a sender
         that writes the tensors in their order has it whole."""
-        self.n_bytes = packed_end
-        """Length of the stream, padding included."""
 
     def names_in(self, bucket: int) -> list[str]:
         """Tensors with at least one byte in the bucket."""
@@ -111,6 +115,10 @@ class Layout:
         """The metadata as JSON, what `decode_layout` reads."""
         rows = [[s.name, str(s.dtype).removeprefix("torch."), list(s.shape)] for s in self.slots]
         return json.dumps(rows, separators=(",", ":")).encode()
+
+
+def _whole_lines(n_bytes: int) -> int:
+    return -(-n_bytes // LINE_BYTES) * LINE_BYTES
 
 
 def _cuts(start: int, end: int, size: int) -> list[tuple[int, int]]:

@@ -97,11 +97,13 @@ def sender() -> WeightSender:
     return WeightSender(WeightSyncConfig(bucket_mib=1, transfer_timeout_s=20))
 
 
+@pytest.mark.parametrize("last", ["layers.3.weight", "layers.4.weight"], ids=["large", "small"])
 def test_weights_arrive_bit_for_bit_at_every_receiver(
-    store_address: str, pool: ThreadPoolExecutor
+    last: str, store_address: str, pool: ThreadPoolExecutor
 ) -> None:
     groups = form(pool, store_address, 3)
     weights = random_weights()
+    weights[last] = weights.pop(last)
     weight_sender = sender()
     for version in range(3):
         receivers = [pool.submit(receive, group) for group in groups[1:]]
@@ -145,9 +147,9 @@ def test_a_bucket_of_small_tensors_is_sent_as_soon_as_it_is_full() -> None:
         ["b"],
         ["b"],
         ["a", "c", "d"],
-        ["e"],
-        ["e"],
         ["d"],
+        ["e"],
+        ["e"],
     ]
 
 
