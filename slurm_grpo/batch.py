@@ -28,7 +28,7 @@ from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.allocation import Allocation, read_allocation
 from slurm_grpo.slurm.requeue import Act, next_act, requeue, wait_for_successor
 from slurm_grpo.slurm.srun_steps import SrunLauncher
-from slurm_grpo.summary import Summary
+from slurm_grpo.summary import Summary, is_done
 from slurm_grpo.supervisor import supervise
 
 _REQUEUED_S = 60.0
@@ -93,7 +93,12 @@ def run_element(sweep_dir: Path) -> Summary:
             f"SLURM_ARRAY_TASK_ID: {index} is no element of {manifest}; expected one of "
             f"{', '.join(elements)}. Submit the sweep's script with --array."
         )
-    return run_batch(str(sweep_dir / elements[index]["run_dir"]))
+    run = RunDir(sweep_dir / elements[index]["run_dir"])
+    if is_done(run):  # whoever submits the script by hand asks for all elements again
+        _say(f"element {index} is done already: {run.summary}")
+        summary: Summary = json.loads(run.summary.read_text())
+        return summary
+    return run_batch(str(run.root))
 
 
 def _come_back(allocation: Allocation, run: RunDir) -> None:

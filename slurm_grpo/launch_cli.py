@@ -8,7 +8,6 @@ overwritten. Knows nothing about how the run proceeds.
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import signal
@@ -33,6 +32,7 @@ from slurm_grpo.errors import (
 from slurm_grpo.fsio import storage_errors
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.submit_env import require_sbatch
+from slurm_grpo.summary import is_done
 
 _PROGRAM = "python launch/submit.py"
 _USAGE = f"""{_PROGRAM} CONFIG.yaml [--site SITE.yaml] [--section.option VALUE ...]
@@ -294,20 +294,12 @@ def _resumed(root: Path, overrides: Sequence[str]) -> tuple[RunDir, Config]:
     cfg = config_io.load_config(run.config, overrides)
     _refuse_live(run, cfg)
     done = latest_complete(run) or 0
-    if done > cfg.run.steps or (done == cfg.run.steps and _is_finished(run)):
+    if done > cfg.run.steps or (done == cfg.run.steps and is_done(run)):
         raise ConfigError(
             f"--resume: {root} has taken {done} steps already, and run.steps is {cfg.run.steps}. "
             "Pass --run.steps with a larger number to train on."
         )
     return run, cfg
-
-
-def _is_finished(run: RunDir) -> bool:
-    """Whether the last attempt came to its end: evaluated and exported too, not just trained."""
-    try:
-        return bool(json.loads(run.summary.read_text())["status"] == "done")
-    except (FileNotFoundError, ValueError):
-        return False
 
 
 def _print_help(config: Path | None) -> int:

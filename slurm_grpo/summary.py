@@ -105,3 +105,11 @@ def _read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text()))
     except (FileNotFoundError, json.JSONDecodeError):
         return {}
+
+
+def is_done(run: RunDir) -> bool:
+    """Whether the last attempt came to its end: evaluated and exported too, not just trained."""
+    try:
+        return bool(json.loads(run.summary.read_text())["status"] == "done")
+    except (FileNotFoundError, ValueError):
+        return False

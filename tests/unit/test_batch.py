@@ -1,0 +1,39 @@
+"""What a job of a sweep does before it starts anything; whole jobs are in tests/slurm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slurm_grpo.batch import run_element
+from slurm_grpo.errors import ConfigError
+from slurm_grpo.rundir import RunDir
+
+
+def make_sweep(folder: Path) -> RunDir:
+    run = RunDir(folder / "s-0")
+    run.create()
+    elements = [{"index": 0, "run_dir": "s-0", "changes": {}}]
+    (folder / "manifest.json").write_text(json.dumps({"elements": elements}))
+    return run
+
+
+def test_an_element_that_is_done_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_sweep(tmp_path)
+    run.summary.write_text(json.dumps({"status": "done", "steps": 3}))
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
+    assert run_element(tmp_path)["steps"] == 3
+    assert run.attempt_numbers() == []
+
+
+def test_a_task_that_is_no_element_names_those_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_sweep(tmp_path)
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
+    with pytest.raises(ConfigError, match=r"SLURM_ARRAY_TASK_ID: 7 is no element .*one of 0\."):
+        run_element(tmp_path)
