@@ -38,6 +38,7 @@ Array: TypeAlias = npt.NDArray[Any]
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 TEXT = h5py.string_dtype("utf-8")
 TEXT_ID = h5py.h5t.py_create(TEXT, logical=True)
+SCALAR = h5py.h5s.create(h5py.h5s.SCALAR)
 FINISH_REASON_TYPE = h5py.enum_dtype({name: i for i, name in enumerate(FINISH_REASONS)}, "u1")
 
 
@@ -219,8 +220,8 @@ def build_image(columns: Columns, header: ShardHeader) -> bytes:
             "n_tokens": len(columns["tokens/token_id"]),
         }
         for name, value in attributes.items():
-            file.attrs[name] = value
-        file.attrs["complete"] = 1
+            _set_attribute(file.id, name, value)
+        _set_attribute(file.id, "complete", 1)
         file.flush()
         return bytes(file.id.get_file_image())
 
@@ -392,7 +393,7 @@ def _check_counts(file: h5py.File, columns: Columns) -> None:
 
 
 # h5py's `create_dataset`, `attrs` and indexing take longer than what they do here; hence its lower
-# layer in the three functions below.
+# layer in the functions below.
 
 
 def _create(file: h5py.File, column: Column, values: Array) -> None:
@@ -407,14 +408,16 @@ def _create(file: h5py.File, column: Column, values: Array) -> None:
     dataset = h5py.h5d.create(file.id, column.path.encode(), kind, space, options)
     if values.size:
         dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values)
-    _set_text(dataset, "description", column.description)
-    _set_text(dataset, "units", column.units)
+    _set_attribute(dataset, "description", column.description)
+    _set_attribute(dataset, "units", column.units)
 
 
-def _set_text(dataset: h5py.h5d.DatasetID, name: str, text: str) -> None:
-    scalar = h5py.h5s.create(h5py.h5s.SCALAR)
-    attribute = h5py.h5a.create(dataset, name.encode(), TEXT_ID, scalar)
-    attribute.write(np.array(text, TEXT))
+def _set_attribute(owner: h5py.h5g.GroupID | h5py.h5d.DatasetID, name: str, value: Any) -> None:
+    """A text, an integer or an array."""
+    values = np.array(value, TEXT) if isinstance(value, str) else np.asarray(value)
+    kind = TEXT_ID if values.dtype == TEXT else h5py.h5t.py_create(values.dtype, logical=True)
+    space = h5py.h5s.create_simple(values.shape) if values.shape else SCALAR
+    h5py.h5a.create(owner, name.encode(), kind, space).write(values)
 
 
 def read_column(file: h5py.File, column: Column, span: tuple[int, int] | None = None) -> Array:
