@@ -125,9 +125,17 @@ def config_yaml(cfg: Config) -> str:
 
 
 def read_frozen(path: Path) -> Config:
-    """The configuration of a run, as frozen at submission. Types are checked, nothing else."""
+    """The configuration of a run, as frozen at submission. Types are checked, nothing else.
+
+    Raises ConfigError, also when there is none.
+    """
     reader = YamlReader(str(path))
-    cfg = reader.read(Config, path.read_text(encoding="utf-8"))
+    try:
+        cfg = reader.read(Config, path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} is missing. Give a directory that a run has made, such as runs/my-run."
+        ) from None
     if reader.problems:
         raise ConfigError(_report(path, _in_file(reader)))
     return cfg

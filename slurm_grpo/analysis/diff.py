@@ -140,6 +140,8 @@ def _compare_presence(left: pd.DataFrame, right: pd.DataFrame) -> Difference:
 
 def _compare_column(a: RunData, b: RunData, both: pd.DataFrame, what: str) -> Difference:
     """Digests or values of the episodes that both runs hold."""
+    if both.empty:
+        return Difference(what=what, n_compared=0, n_different=0)
     x, y = both[f"{what}_a"].to_numpy(), both[f"{what}_b"].to_numpy()
     is_number = what in ("rewards", "advantages")
     same = (x == y) | (np.isnan(x) & np.isnan(y)) if is_number else x == y

@@ -70,16 +70,19 @@ def export_episodes(
     n_rows, writer, unfinished = 0, None, partial(out)
     with storage_errors("write", out):
         try:
-            for table in _tables(run, columns, where, tokens=tokens):
-                writer = writer or WRITERS[out.suffix](unfinished, table.schema)
-                writer.write_table(table)
-                n_rows += table.num_rows
+            try:
+                for table in _tables(run, columns, where, tokens=tokens):
+                    writer = writer or WRITERS[out.suffix](unfinished, table.schema)
+                    writer.write_table(table)
+                    n_rows += table.num_rows
+            finally:
+                if writer is not None:
+                    writer.close()
+            if writer is None:
+                raise AnalysisError(f"{run.run.root}: no episode to write to {out}.")
+            os.replace(unfinished, out)
         finally:
-            if writer is not None:
-                writer.close()
-        if writer is None:
-            raise AnalysisError(f"{run.run.root}: no episode to write to {out}.")
-        os.replace(unfinished, out)
+            unfinished.unlink(missing_ok=True)
     return n_rows
 
 

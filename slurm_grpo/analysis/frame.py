@@ -350,7 +350,8 @@ class RunSet:
     def _joined(self, frames: list[pd.DataFrame]) -> pd.DataFrame:
         for run, frame in zip(self.runs, frames, strict=True):
             for at, key in enumerate(self.varied):
-                frame.insert(at, key, run.config.get(key))
+                value = run.config.get(key)
+                frame.insert(at, key, str(value) if isinstance(value, list) else value)
             frame.insert(0, "run", run.name)
         filled = [frame for frame in frames if len(frame)]
         return pd.concat(filled or frames[:1], ignore_index=True)

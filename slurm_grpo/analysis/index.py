@@ -136,18 +136,19 @@ def _read_entry(
             raise ShardError(f"has {size_bytes} of {name.size_bytes} bytes")
         group_ids = _column(file, "groups/group_id")
         offsets = _column(file, "groups/episode_offsets")
+        steps = np.array([trained.get(path, {}).get(g, 0) for g in group_ids.tolist()], "i8")
         superseded = np.zeros(len(group_ids), bool)
         if limit is not None and name.version > limit and len(group_ids):
             versions = _column(file, "episodes/policy_version_max")
-            superseded = np.maximum.reduceat(versions, offsets[:-1]) > limit
-        steps = trained.get(path, {})
+            # A replay trains on another run's shards, whose attempts are not its own.
+            superseded = (np.maximum.reduceat(versions, offsets[:-1]) > limit) & (steps == 0)
         return ShardEntry(
             path=path,
             name=name,
             group_ids=group_ids,
             episode_offsets=offsets,
             part_names=layout.part_names(file),
-            steps=np.array([steps.get(g, 0) for g in group_ids.tolist()], "i8"),
+            steps=steps,
             superseded=superseded,
         )
 

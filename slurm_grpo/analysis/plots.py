@@ -70,7 +70,7 @@ def line_chart(title: str, lines: Mapping[str, Points], *, log: bool = False) ->
 def trend_chart(title: str, name: str, points: Points, others: Mapping[str, Points]) -> str:
     """A noisy line with its mean of 5 steps, and sparse `others` as labelled points."""
     with _Chart(title) as chart:
-        draw_trend(chart.axes, thinned(points), name, SERIES[0])
+        draw_trend(chart.axes, points, name, SERIES[0])
         for (other, sparse), colour in zip(others.items(), SERIES[1:] * len(others), strict=False):
             draw_labelled(chart.axes, sparse, other, colour)
         chart.finish(legend=True)
@@ -222,7 +222,7 @@ def inline_svg(figure: Any, label: str) -> str:
 
 
 def thinned(points: Points, most: int = MAX_POINTS) -> tuple[list[float], list[float]]:
-    """The points, or means over equally many of them if there are more than `most`."""
+    """The points, or means over equally many of them, NaN apart, if there are more than `most`."""
     import numpy as np
 
     x, y = (np.asarray(values, float) for values in points)
@@ -231,16 +231,18 @@ def thinned(points: Points, most: int = MAX_POINTS) -> tuple[list[float], list[f
         return x.tolist(), y.tolist()
     starts = np.arange(0, len(x), size)
     counts = np.diff(np.append(starts, len(x)))
-    means = [np.add.reduceat(values, starts) / counts for values in (x, y)]
-    return means[0].tolist(), means[1].tolist()
+    known = np.add.reduceat(~np.isnan(y), starts, dtype=float)
+    sums = np.add.reduceat(np.nan_to_num(y), starts)
+    means = np.divide(sums, known, out=np.full(len(starts), np.nan), where=known > 0)
+    return (np.add.reduceat(x, starts) / counts).tolist(), means.tolist()
 
 
 def draw_trend(axes: Any, points: Points, name: str, colour: str) -> None:
     """A noisy line, pale, and its mean of 5 steps."""
-    steps, values = points
-    style = "o-" if len(steps) == 1 else "-"
-    axes.plot(steps, values, style, color=colour, alpha=0.35, linewidth=1, label=name)
-    axes.plot(steps, smooth(values), color=colour, linewidth=2, label="its mean of 5 steps")
+    style = "o-" if len(points[0]) == 1 else "-"
+    axes.plot(*thinned(points), style, color=colour, alpha=0.35, linewidth=1, label=name)
+    means = thinned((points[0], smooth(points[1])))
+    axes.plot(*means, color=colour, linewidth=2, label="its mean of 5 steps")
 
 
 def draw_labelled(axes: Any, points: Points, name: str, colour: str) -> None:

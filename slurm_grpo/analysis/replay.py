@@ -70,11 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check everything, then supervise the replay; its exit code."""
     source = RunDir(arguments.run.absolute())
-    if not source.config.is_file():
-        raise ConfigError(
-            f"{arguments.run} is no run directory (no config.yaml in it). Give a directory that a "
-            "run has made, such as runs/my-run."
-        )
     cfg, ignored = replay_config(source, arguments.config, arguments.overrides)
     n_steps = check_recorded(source, cfg)
     _require_torch(cfg)
@@ -159,16 +154,18 @@ def compare_losses(source: RunDir, replayed: RunDir) -> str:
     """One line: in how many steps both have the same loss, and where they part."""
     theirs, ours = _losses(source), _losses(replayed)
     common = sorted(theirs.keys() & ours.keys())
+    if not common:
+        return "no step was replayed: there is no loss to compare"
     parting = next((step for step in common if theirs[step] != ours[step]), None)
     if parting is None:
         return f"losses equal the recorded ones, bit for bit, in all {len(common)} steps"
     return (
-        f"losses equal the recorded ones up to step {parting - 1}; "
-        f"step {parting}: {theirs[parting]:.9g} recorded, {ours[parting]:.9g} replayed"
+        f"losses equal the recorded ones before step {parting}: "
+        f"there {theirs[parting]} recorded, {ours[parting]} replayed"
     )
 
 
-def _losses(run: RunDir) -> dict[int, float]:
+def _losses(run: RunDir) -> dict[int, float | None]:
     rows = read_run_metrics(run, "trainer")
     return {row["step"]: row["trainer/loss"] for row in rows if "trainer/loss" in row}
 

@@ -200,11 +200,11 @@ def _was_on_policy(facts: Facts) -> Card:
         bound = facts.run.config.get("algorithm.max_staleness", "?")
         lines.append(_paragraph(f"of trained episodes; oldest {ages.max():.0f}, bound {bound}"))
     if facts.steps:
-        k3 = facts.median("trainer/mismatch_k3_nats")
-        worst = facts.largest("trainer/mismatch_max_nats")
+        k3 = _number(facts.median("trainer/mismatch_k3_nats"), 2)
+        worst = _number(facts.largest("trainer/mismatch_max_nats"), 2)
         clipped = _percent(facts.median("trainer/clip_fraction"))
         lines += [
-            _paragraph(f"mismatch {k3:.2g} nats (median k3), largest {worst:.2g} of a token"),
+            _paragraph(f"mismatch {k3} nats (median k3), largest {worst} of a token"),
             _paragraph(f"{clipped} of tokens clipped (median)"),
         ]
     big = f"{_percent((ages == 0).mean())} on-policy" if len(ages) else "-"

@@ -66,11 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
     cfg = scorer_config(index.run, arguments)
     logging.getLogger(Scorer.__module__).setLevel(logging.ERROR)  # errors are counted and shown
     name = arguments.name or cfg.name.rpartition(":")[2]
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+    if not re.fullmatch(r"(?!part_|is$)[A-Za-z_][A-Za-z0-9_]*", name):
         raise ConfigError(
             f"--name: {name!r} given; expected letters, digits and underscores, since it begins "
-            "the names of columns."
+            "the names of columns, and not those of the run's own (part_, is)."
         )
+    if not index.shards:
+        raise ConfigError(f"{arguments.run}: there is no episode to score yet.")
     n_new = rescore(index, cfg, name)
     _say(_result(index.run, name, n_new, len(index.shards)))
     return ExitCode.OK

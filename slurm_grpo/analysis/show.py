@@ -1,8 +1,8 @@
 """`slurm-grpo episodes show RUN`: single episodes to read, their tokens coloured by probability.
 
-Picks the best and the worst of the newest policy, a whole group, or single episodes. The text of
-tokens needs the model's tokenizer file and the `tokenizers` package; without them the completion
-is shown as it was stored, and the tokens by their ids.
+Picks the best and the worst (of equal ones the newest policy's), a whole group, or single episodes.
+The text of tokens needs the model's tokenizer file and the `tokenizers` package; without them the
+completion is shown as it was stored, and the tokens by their ids.
 """
 
 from __future__ import annotations
@@ -57,6 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(
             "Tokens are shown by id: their text needs the tokenizers package and\n"
             f"{opened.config.get('model.path', 'the model directory')}/tokenizer.json\n"
+        )
+    if not any(chosen.values()):
+        console.print(
+            "There is no such episode." if arguments.where else "There is no episode yet."
         )
     for title, ids in chosen.items():
         if ids:

@@ -294,7 +294,7 @@ class _Auditor:
     def _read_config(self) -> Config | None:
         try:
             return read_frozen(self._run.config)
-        except (OSError, ConfigError) as error:
+        except ConfigError as error:
             self._result.notes.append(f"staleness and groups per step not checked: {error}")
             return None
 

@@ -107,6 +107,16 @@ def test_losses_and_missing_episodes_differ_too(
     assert "losses first differ: step 2: 0.25 in A, 0.75 in B" in text
 
 
+def test_a_run_without_episodes_differs_from_one_that_has_some(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "a")
+    write_run(tmp_path / "b")
+    code, text = diff(tmp_path, capsys)
+    assert code == 1
+    assert "episode 0 is in B only (4 such)" in text
+
+
 def test_a_damaged_run_is_not_called_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -13,6 +15,7 @@ from sample_episodes import begin_attempt, make_group, make_header, make_run, tr
 
 from slurm_grpo import cli
 from slurm_grpo.analysis import open_run
+from slurm_grpo.analysis.export import JsonLines
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging.shards import publish_groups
 
@@ -77,6 +80,7 @@ def test_tokens_are_lists_of_exactly_what_was_sampled(run: RunDir, tmp_path: Pat
         ("out.csv", ["--columns", "rewrad"], "Did you mean reward?"),
         ("out.csv", ["--where", "reward > 9"], "no episode to write"),
         ("missing/out.csv", [], "missing/out.csv"),
+        ("full.jsonl", [], "free space"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_and_leaves_no_file(
@@ -86,7 +90,11 @@ def test_what_cannot_be_exported_is_refused_and_leaves_no_file(
     name: str,
     arguments: list[str],
     message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if name == "full.jsonl":
+        refusal = OSError(errno.ENOSPC, "No space left on device")
+        monkeypatch.setattr(JsonLines, "write_table", Mock(side_effect=refusal))
     assert export(run, tmp_path / name, *arguments) != 0
     assert message in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["test"]

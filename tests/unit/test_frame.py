@@ -119,6 +119,20 @@ def test_work_that_a_later_attempt_went_back_over_is_left_out(tmp_path: Path) ->
     assert list(opened.steps().step) == [1, 2]
 
 
+def test_what_a_resumed_replay_trained_on_counts_whichever_attempt_made_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    begin_attempt(run, 0, 0)
+    refs = [
+        publish_groups(run, [make_group(v, oldest_version=v)], make_header(sequence=v))
+        for v in range(3)
+    ]
+    train_step(run, 1, refs[0])
+    begin_attempt(run, 1, 1)
+    for step in (2, 3):
+        train_step(run, step, refs[step - 1])
+    assert list(open_run(run.root).groups(["step"]).step) == [1, 2, 3]
+
+
 def test_of_two_valid_copies_of_a_group_the_one_trained_on_counts(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     begin_attempt(run, 0, 0)
@@ -245,3 +259,9 @@ def test_a_sweep_adds_the_keys_that_vary(tmp_path: Path, caplog: pytest.LogCaptu
     assert "1 of 3 have not begun" in caplog.text
     runs = open_runs([element.run.root for element in elements])
     assert list(runs.groups(["reward_mean"])["trainer.optimizer.lr"]) == [1e-5, 3e-5]
+    for run, stop in zip([e.run for e in elements[:2]], ("[]", "[a, b]"), strict=True):
+        run.config.write_text(f"generator: {{sampling: {{stop: {stop}}}}}")
+    stops = open_runs([e.run.root for e in elements[:2]]).episodes(["reward"])[
+        "generator.sampling.stop"
+    ]
+    assert list(stops) == ["[]", "[]", "['a', 'b']", "['a', 'b']"]

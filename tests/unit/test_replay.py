@@ -117,4 +117,5 @@ def test_the_first_step_whose_loss_differs_is_told(source: RunDir, tmp_path: Pat
             writer.log(step, {"trainer/loss": loss})
         writer.close()
     assert "all 2 steps" in compare_losses(source, source)
-    assert "up to step 1; step 2: 0.25 recorded, 0.125 replayed" in compare_losses(source, other)
+    assert "before step 2: there 0.25 recorded, 0.125 replayed" in compare_losses(source, other)
+    assert "no step was replayed" in compare_losses(source, make_run(tmp_path / "failed"))

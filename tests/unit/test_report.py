@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from argparse import Namespace
@@ -13,6 +14,7 @@ import pytest
 from sample_episodes import make_group, make_header, make_run
 
 from slurm_grpo.analysis import open_run
+from slurm_grpo.analysis.plots import thinned
 from slurm_grpo.analysis.report import build_report, run
 from slurm_grpo.analysis.report_facts import Facts
 from slurm_grpo.config import Config
@@ -159,12 +161,20 @@ def test_a_single_step_whose_scoring_failed_everywhere_is_shown(tmp_path: Path) 
     pairs = ((0, ref.path),)
     publish_manifest(rundir, Manifest(step=1, attempt=0, groups=pairs, dropped=()))
     metrics = MetricsWriter(rundir.metrics_file("trainer"), attempt=0)
-    metrics.log(1, {"trainer/step_s": 1.0, "trainer/loss": None})
+    diverged = {"trainer/loss": math.nan, "trainer/mismatch_k3_nats": math.nan}
+    metrics.log(1, {"trainer/step_s": 1.0, **diverged})
     metrics.close()
     page = build_report(Facts(open_run(rundir.root)))
     check_page(page)
     assert "boom &lt;b&gt;" in page
+    assert not re.search(r"\bnan\b", page)
     assert "The run has no config.yaml" in page
+
+
+def test_curves_of_a_long_run_keep_what_only_some_steps_have() -> None:
+    steps, means = thinned(([1, 2, 3, 4, 5], [1.0, math.nan, math.nan, math.nan, 4.0]), 3)
+    assert steps == [1.5, 3.5, 5.0]
+    assert [str(m) for m in means] == ["1.0", "nan", "4.0"]
 
 
 def test_a_run_that_died_says_why_it_is_taken_for_dead(trained: RunDir) -> None:

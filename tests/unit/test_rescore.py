@@ -132,6 +132,7 @@ def test_wrong_scorers_and_names_are_refused_before_anything_is_made(scored: Run
         ["--scorer", "regex"],
         ["--scorer", "best"],
         ["--scorer", "exact", "--name", "not a name"],
+        ["--scorer", "exact", "--name", "part_exact"],
     ):
         with pytest.raises(ConfigError):
             rescore(scored, *options)
