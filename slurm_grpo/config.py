@@ -199,7 +199,7 @@ class ScheduleConfig:
     warmup_steps: int = 3
     """Steps of linear warm-up from 0."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after warm-up, ending at `run.steps`."""
+    """Shape after warm-up, ending with the step after `run.steps`."""
     min_lr_ratio: float = 0.0
     """Final learning rate as a share of the peak (linear and cosine)."""
 

@@ -236,7 +236,6 @@ class Supervisor:
                 attempt=self._number,
                 peer=peer,
                 incarnation=incarnation,
-                control=self._server.address,
             ),
             log=self._attempt.log(peer),
             exit_file=self._attempt.exit_code(peer),

@@ -43,13 +43,13 @@ def train(model_dir: Path, run: RunDir, rank: int, n_ranks: int) -> dict[str, An
     learner = Learner(make_config(model_dir, tokens_per_microbatch=BUDGET), torch.device("cpu"))
     mine = share(step_groups(0), rank, n_ranks)
     plan = learner.plan(mine)
-    learner.compute_gradients(mine, *plan)
+    learner.compute_gradients(plan)
     gradients = hf_gradients(learner)
     learner.optimizer.zero_grad()
     metrics = []
     for step in range(N_STEPS):
         groups = share(step_groups(step), rank, n_ranks)
-        metrics.append(learner.train_step(groups, *learner.plan(groups)))
+        metrics.append(learner.train_step(groups))
     save_checkpoint(run, N_STEPS, learner)
     exported: dict[str, Tensor] = {}
     for layer in iter_hf_layers(learner.model, learner.adapter, torch.float32):
@@ -61,7 +61,7 @@ def train(model_dir: Path, run: RunDir, rank: int, n_ranks: int) -> dict[str, An
         "weights": copy_weights(learner),
         "exported": exported,
         "n_packs": len(pack_groups(mine, BUDGET)),
-        "n_microbatches": plan[0].learning,
+        "n_microbatches": len(plan.learning),
         "non_finite": fails_on_a_bad_loss(learner, rank),
     }
 
@@ -72,7 +72,7 @@ def fails_on_a_bad_loss(learner: Learner, rank: int) -> bool:
     if rank == dist.get_world_size() - 1:
         groups = [[dataclasses.replace(e, advantage=math.inf) for e in groups[0]]]
     try:
-        learner.train_step(groups, *learner.plan(groups))
+        learner.train_step(groups)
     except NonFiniteError:
         return True
     return False

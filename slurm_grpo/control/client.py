@@ -94,7 +94,6 @@ class ControlClient:
             attempt=run.attempt(int(os.environ["SLURM_GRPO_ATTEMPT"])),
             peer=os.environ["SLURM_GRPO_PEER"],
             incarnation=int(os.environ["SLURM_GRPO_INCARNATION"]),
-            address=os.environ.get("SLURM_GRPO_CONTROL"),
         )
 
     @property
@@ -172,14 +171,6 @@ class ControlClient:
                             f"{self._peer}: waited {timeout_s:g} s for {what}. "
                             f"{who_is_missing(view)}Start with {self._supervisor_log}"
                         )
-
-    def wait_for_change(self, view: View, timeout_s: float) -> bool:
-        """Whether the view differs from the given one within `timeout_s`."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._held.view is not view or self._failure is not None, timeout_s
-            )
-        return self.view is not view
 
     def flush(self, timeout_s: float) -> None:
         """Return once the scheduler has taken everything sent so far; `view` is then as new."""

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -60,21 +61,35 @@ class PolicyGroup:
         self.timeout_s = timeout_s
         self._pending: list[Broadcast] = []
         self._closed = False
-        host, port = store_address.rsplit(":", 1)
-        timeout = timedelta(seconds=timeout_s)
+        # In a thread, since NCCL connects without a deadline and cannot be told to stop.
+        formed: Future[Any] = Future()
+        threading.Thread(
+            target=self._form, args=(formed,), daemon=True, name="policy-group-forming"
+        ).start()
         try:
-            store = TCPStore(
-                host,
-                int(port),
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=min(timeout_s, FORMING_S)),
-            )
-            prefix = PrefixStore(f"epoch{epoch}", store)
-            build = _build_nccl if device.type == "cuda" else _build_gloo
-            self._group: Any = build(prefix, rank, world_size, timeout)
-        except RuntimeError as error:
+            self._group: Any = formed.result(timeout_s)
+        except (RuntimeError, TimeoutError) as error:
             raise self._failure(f"forming it over the store at {store_address}", error) from error
+
+    def _form(self, formed: Future[Any]) -> None:
+        """Connect to everybody, and prove it: a group that exists has carried a first broadcast."""
+        try:
+            host, port = self.store_address.rsplit(":", 1)
+            patience = timedelta(seconds=min(self.timeout_s, FORMING_S))
+            store = TCPStore(
+                host, int(port), is_master=False, wait_for_workers=False, timeout=patience
+            )
+            prefix = PrefixStore(f"epoch{self.epoch}", store)
+            prefix.set(f"member{self.rank}", "here")
+            prefix.wait([f"member{rank}" for rank in range(self.world_size)], patience)
+            build = _build_nccl if self.device.type == "cuda" else _build_gloo
+            group = build(prefix, self.rank, self.world_size, timedelta(seconds=self.timeout_s))
+            first = torch.zeros(1, device=self.device)
+            group.broadcast([first], dist.BroadcastOptions()).wait()
+            first.item()  # NCCL's wait only orders streams
+            formed.set_result(group)
+        except BaseException as error:  # noqa: BLE001 - raised by the constructor
+            formed.set_exception(error)
 
     def broadcast(self, tensor: Tensor, *, deadline: float | None = None) -> None:
         """Send `tensor` (rank 0) or overwrite it (others); blocks until done, at most until the
@@ -130,7 +145,7 @@ class PolicyGroup:
             self._pending.remove(broadcast)
 
     def _failure(
-        self, doing: str, error: RuntimeError, limit_s: float | None = None
+        self, doing: str, error: Exception, limit_s: float | None = None
     ) -> SlurmGrpoError:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         limit_s = self.timeout_s if limit_s is None else limit_s

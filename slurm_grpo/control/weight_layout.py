@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -98,11 +97,6 @@ class Layout:
         """First byte and end in the stream, in the order they are sent: each as soon as a sender
         that writes the tensors in their order has it whole."""
 
-    def names_in(self, bucket: int) -> list[str]:
-        """Tensors with at least one byte in the bucket."""
-        start, end = self.buckets[bucket]
-        return [s.name for s in self.slots if s.offset < end and s.offset + s.n_bytes > start]
-
     def views(self, stream: Tensor) -> list[tuple[str, Tensor]]:
         """The tensors as views into a uint8 tensor that holds the stream; no copy."""
         return [
@@ -151,14 +145,3 @@ def bucket_digest(bucket: Tensor) -> Tensor:
 def digest_text(digests: Tensor) -> str:
     """One hexadecimal digest over the table of all buckets' digests, to compare and to log."""
     return hashlib.blake2b(digests.cpu().numpy().tobytes(), digest_size=16).hexdigest()
-
-
-def mismatches(layout: Layout, sent: Tensor, received: Tensor) -> Sequence[str]:
-    """One line for every bucket whose digests differ, naming its tensors."""
-    wrong = (sent != received).any(dim=1).nonzero().flatten().tolist()
-    lines = []
-    for bucket in wrong:
-        names = layout.names_in(bucket)
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        lines.append(f"bucket {bucket} of {len(layout.buckets)} ({shown})")
-    return lines

@@ -37,7 +37,6 @@ from slurm_grpo.control.weight_layout import (
     bucket_digest,
     decode_layout,
     digest_text,
-    mismatches,
 )
 from slurm_grpo.errors import DeadlineExceeded, SlurmGrpoError, SyncError
 
@@ -147,11 +146,11 @@ class PolicyWeightTransfer(WeightTransferEngine[PolicyInitInfo, PolicyUpdateInfo
         received = torch.stack([bucket_digest(bucket) for bucket in buckets])
         sent = torch.empty_like(received)
         group.broadcast(sent, deadline=deadline)
-        if wrong := mismatches(layout, sent, received):
-            more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        if wrong := (sent != received).any(dim=1).nonzero().flatten().tolist():
             raise SyncError(
                 f"weights: version {version} arrived damaged at {group}: digests differ in "
-                f"{'; '.join(wrong[:4])}{more}. The model keeps its weights; send again."
+                f"{len(wrong)} of {len(buckets)} buckets, first {wrong[0]}. The model keeps its "
+                "weights; send again."
             )
         return received
 

@@ -87,9 +87,7 @@ def lead(root: Path) -> int:
 
 
 def _spec(run: RunDir, cfg: Config, attempt: AttemptDir, peer: str) -> StepSpec:
-    env = role_environment(
-        os.environ, cfg, run, attempt=0, peer=peer, incarnation=0, control="none"
-    )
+    env = role_environment(os.environ, cfg, run, attempt=0, peer=peer, incarnation=0)
     return StepSpec(
         peer=peer,
         argv=(cfg.cluster.python or sys.executable, "-m", MODULE),

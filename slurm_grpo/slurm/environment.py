@@ -52,10 +52,8 @@ def role_environment(
     attempt: int,
     peer: str,
     incarnation: int,
-    control: str,
 ) -> dict[str, str]:
-    """Environment of the process `peer`; `control` is the control plane's address, `base` the
-    supervisor's own.
+    """Environment of the process `peer`; `base` is the supervisor's own.
 
     On Slurm, what depends on the node is added there (`task_entry.py`).
     """
@@ -68,7 +66,6 @@ def role_environment(
         "SLURM_GRPO_ATTEMPT": str(attempt),
         "SLURM_GRPO_PEER": peer,
         "SLURM_GRPO_INCARNATION": str(incarnation),
-        "SLURM_GRPO_CONTROL": control,
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": os.pathsep.join(python_path),
         "PYTHONUNBUFFERED": "1",  # a killed role must not take its last words along

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -72,13 +72,6 @@ def assign_to_ranks(n_tokens: Sequence[int], n_ranks: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(cuts)]
 
 
-class PackCounts(NamedTuple):
-    """Micro-batches that every rank runs in a step, short ones with packs of weight zero."""
-
-    learning: int
-    quiet: int
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPacks:
     """One rank's packs of a step."""
@@ -86,6 +79,7 @@ class StepPacks:
     learning: list[list[Group]]
     quiet: list[list[Group]]
     """Groups whose advantages are all zero: no gradient comes from them."""
+    n_trained_tokens: int
 
     @classmethod
     def build(cls, groups: Sequence[Group], tokens_per_microbatch: int) -> StepPacks:
@@ -98,14 +92,16 @@ class StepPacks:
         return cls(
             learning=pack_groups(learning, tokens_per_microbatch),
             quiet=pack_groups(quiet, tokens_per_microbatch),
+            n_trained_tokens=count_trained_tokens(groups),
         )
 
-
-def padded(packs: Sequence[list[Group]], n_microbatches: int) -> list[list[Group]]:
-    """The packs, and empty ones up to the number that all ranks agreed on."""
-    if len(packs) > n_microbatches:
-        raise ValueError(f"{len(packs)} packs, but {n_microbatches} micro-batches were planned")
-    return [*packs, *([] for _ in range(n_microbatches - len(packs)))]
+    def padded(self, n_learning: int, n_quiet: int, *, n_trained_tokens: int) -> StepPacks:
+        """With empty packs, of weight zero, up to the numbers and with the total of all ranks."""
+        return StepPacks(
+            learning=[*self.learning, *([] for _ in range(n_learning - len(self.learning)))],
+            quiet=[*self.quiet, *([] for _ in range(n_quiet - len(self.quiet)))],
+            n_trained_tokens=n_trained_tokens,
+        )
 
 
 def pack_groups(groups: Sequence[Group], tokens_per_microbatch: int) -> list[list[Group]]:

@@ -23,13 +23,7 @@ from slurm_grpo.config import AlgorithmConfig, Config, ScheduleConfig
 from slurm_grpo.errors import ConfigError, NonFiniteError
 from slurm_grpo.trainer import titan
 from slurm_grpo.trainer.attention import build_pack_mask
-from slurm_grpo.trainer.batching import (
-    PackCounts,
-    StepPacks,
-    build_microbatch,
-    count_trained_tokens,
-    padded,
-)
+from slurm_grpo.trainer.batching import StepPacks, build_microbatch
 from slurm_grpo.trainer.model import build_adapter, build_model, reshard
 from slurm_grpo.types import Group
 
@@ -38,14 +32,14 @@ FLEX_BLOCK = 128
 
 def lr_at(step: int, peak: float, schedule: ScheduleConfig, n_steps: int) -> float:
     """Learning rate of 1-based `step` of `n_steps`: linear warm-up to `peak`, then the configured
-    decay.
+    decay, which would end with the step after the last: no step is taken at a rate of 0.
     """
     warmup = schedule.warmup_steps
     if step <= warmup:
         return peak * step / warmup
     if schedule.decay == "constant":
         return peak
-    done = min(1.0, (step - warmup) / max(1, n_steps - warmup))
+    done = (step - warmup) / (n_steps + 1 - warmup)
     shape = 1.0 - done if schedule.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return peak * (schedule.min_lr_ratio + (1.0 - schedule.min_lr_ratio) * shape)
 
@@ -87,51 +81,48 @@ class Learner:
         for state in self.optimizer.state.values():
             state["step"].fill_(float(step))
 
-    def plan(self, groups: Sequence[Group]) -> tuple[PackCounts, int]:
-        """What all ranks agree on for a step on their `groups`: micro-batches, trained tokens."""
+    def plan(self, groups: Sequence[Group]) -> StepPacks:
+        """This rank's packs for a step on its `groups`, as many as every other rank has."""
         packs = StepPacks.build(groups, self.cfg.trainer.tokens_per_microbatch)
         # Every step ends with a backward pass: it also drops the gathered weights.
         counts = torch.tensor([max(1, len(packs.learning)), len(packs.quiet)], device=self.device)
         dist.all_reduce(counts, dist.ReduceOp.MAX)
-        total = torch.tensor(count_trained_tokens(groups), device=self.device)
+        total = torch.tensor(packs.n_trained_tokens, device=self.device)
         dist.all_reduce(total)
-        return PackCounts(*counts.tolist()), int(total)
+        return packs.padded(*counts.tolist(), n_trained_tokens=int(total))
 
-    def train_step(
-        self, groups: Sequence[Group], n_microbatches: PackCounts, n_trained_tokens: int
-    ) -> dict[str, float]:
+    def train_step(self, groups: Sequence[Group]) -> dict[str, float]:
         """Take one step on this rank's groups; returns metrics, equal on all ranks but the times.
 
-        `n_microbatches` and `n_trained_tokens` are those of `plan`. Raises `NonFiniteError` on
-        every rank, before any weight changes, when the loss or the gradient is not finite.
+        Raises `NonFiniteError` on every rank, before any weight changes, when the loss or the
+        gradient is not finite.
         """
         started = time.perf_counter()
-        metrics = self.compute_gradients(groups, n_microbatches, n_trained_tokens)
+        packs = self.plan(groups)
+        metrics = self.compute_gradients(packs)
         computed = time.perf_counter()
         metrics |= self.apply_gradients(metrics["trainer/loss"])
         return metrics | {
-            "trainer/n_trained_tokens": float(n_trained_tokens),
-            "trainer/n_microbatches": float(sum(n_microbatches)),
+            "trainer/n_trained_tokens": float(packs.n_trained_tokens),
+            "trainer/n_microbatches": float(len(packs.learning) + len(packs.quiet)),
             "trainer/forward_backward_s": computed - started,
             "trainer/optimizer_s": time.perf_counter() - computed,
         }
 
-    def compute_gradients(
-        self, groups: Sequence[Group], n_microbatches: PackCounts, n_trained_tokens: int
-    ) -> dict[str, float]:
-        """Add the step's gradient to the parameters' `.grad`; returns loss and statistics, global.
+    def compute_gradients(self, packs: StepPacks) -> dict[str, float]:
+        """Add the gradient of what `plan` made to the parameters' `.grad`; returns loss and
+        statistics, global.
 
         Groups without a signal (all advantages zero) contribute nothing to the gradient, so they
         are only forwarded, for the statistics.
         """
-        packs = StepPacks.build(groups, self.cfg.trainer.tokens_per_microbatch)
         stats = LossStats(self.device)
         # Without trained tokens anywhere every weight is zero: the gradient is zero then, not 0/0.
-        n_trained_tokens = max(1, n_trained_tokens)
+        n_trained_tokens = max(1, packs.n_trained_tokens)
         with torch.no_grad():
-            for pack in padded(packs.quiet, n_microbatches.quiet):
+            for pack in packs.quiet:
                 self._forward(pack, n_trained_tokens, stats)
-        for pack in padded(packs.learning, n_microbatches.learning):
+        for pack in packs.learning:
             self._forward(pack, n_trained_tokens, stats).backward()
         dist.all_reduce(stats.sums_K)
         dist.all_reduce(stats.maxima_K, dist.ReduceOp.MAX)

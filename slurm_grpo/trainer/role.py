@@ -17,7 +17,6 @@ import torch
 
 from slurm_grpo.checkpoint_dirs import latest_complete
 from slurm_grpo.config import Config
-from slurm_grpo.errors import Stopped
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.metrics import MetricsWriter, WandbLogger
 from slurm_grpo.role_process import RoleContext, run_role
@@ -123,7 +122,7 @@ class TrainerLoop:
             waited = time.monotonic() - started
             groups = self._read(plan)
             read = time.monotonic() - started - waited
-            stats = self._learn(groups)
+            stats = self._learner.train_step(groups)
             stats |= self._send(step)
             stats |= {
                 "trainer/wait_for_groups_s": waited,
@@ -157,22 +156,17 @@ class TrainerLoop:
                 return None
 
     def _poll(self, step: int) -> tuple[str, StepPlan | None]:
-        assert self._picker is not None
-        deadline = time.monotonic() + POLL_S
-        while True:
-            view = self._client.view
-            if view["stop"]:
-                raise Stopped(f"{self._context.peer}: {view['stop']}.")
+        def outcome(view: dict[str, Any]) -> tuple[str, StepPlan | None] | None:
+            assert self._picker is not None
             if view["boundary_stop"]:
                 return "stop", None
             if view["unsynced"]:
                 return "resync", None
             plan = self._picker.poll(step)
-            if plan is not None:
-                return "plan", plan
-            left = deadline - time.monotonic()
-            if left <= 0 or not self._client.wait_for_change(view, timeout_s=left):
-                return "idle", None
+            return None if plan is None else ("plan", plan)
+
+        what = f"the groups of step {step}"
+        return self._client.wait_for(outcome, POLL_S, what, missing_ok=True) or ("idle", None)
 
     def _read(self, plan: StepPlan) -> list[Group]:
         """This rank's slice of the step, in the plan's order."""
@@ -186,10 +180,6 @@ class TrainerLoop:
                 (group[0].group_id, group) for group in read_groups(self._context.run, ref, ids)
             )
         return [found[group.group_id] for group, _ in mine]
-
-    def _learn(self, groups: list[Group]) -> dict[str, float]:
-        n_microbatches, n_trained_tokens = self._learner.plan(groups)
-        return self._learner.train_step(groups, n_microbatches, n_trained_tokens)
 
     def _log(self, step: int, plan: StepPlan, groups: list[Group], stats: dict[str, float]) -> None:
         gathered = self._crew.gather(condense(groups, step))

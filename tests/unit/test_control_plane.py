@@ -153,15 +153,6 @@ def test_a_wait_ends_with_a_text_that_names_what_and_whom(plane: Plane) -> None:
     assert engine.wait_for(lambda view: None, 0.05, "nothing", missing_ok=True) is None
 
 
-def test_wait_for_change_tells_whether_the_view_changed(plane: Plane) -> None:
-    engine = plane.client("engine-0")
-    view = engine.view
-    assert not engine.wait_for_change(view, 0.3)
-    with plane.server.locked() as scheduler:
-        scheduler.request_stop("test", time.monotonic())
-    assert engine.wait_for_change(view, TIMEOUT_S)
-
-
 # Errors
 
 

@@ -59,9 +59,7 @@ def config(n_engines: int = 1, tensor_parallel: int = 1, n_ranks: int = 1) -> Co
 
 
 def environment(base: dict[str, str], peer: str, cfg: Config, root: Path) -> dict[str, str]:
-    return role_environment(
-        base, cfg, RunDir(root), attempt=2, peer=peer, incarnation=1, control="tcp://127.0.0.1:1"
-    )
+    return role_environment(base, cfg, RunDir(root), attempt=2, peer=peer, incarnation=1)
 
 
 def test_leftovers_of_a_surrounding_job_do_not_reach_a_role(tmp_path: Path) -> None:
@@ -87,7 +85,6 @@ def test_leftovers_of_a_surrounding_job_do_not_reach_a_role(tmp_path: Path) -> N
         "SLURM_GRPO_ATTEMPT": "2",
         "SLURM_GRPO_PEER": "engine-1",
         "SLURM_GRPO_INCARNATION": "1",
-        "SLURM_GRPO_CONTROL": "tcp://127.0.0.1:1",
         "OMP_NUM_THREADS": "3",
         "PYTHONUNBUFFERED": "1",
         "HDF5_USE_FILE_LOCKING": "FALSE",
