@@ -61,17 +61,19 @@ class PolicyGroup:
         self.timeout_s = timeout_s
         self._pending: list[Broadcast] = []
         self._closed = False
+        self._group: Any = None
         # In a thread, since NCCL connects without a deadline and cannot be told to stop.
-        formed: Future[Any] = Future()
+        formed: Future[None] = Future()
         threading.Thread(
             target=self._form, args=(formed,), daemon=True, name="policy-group-forming"
         ).start()
         try:
-            self._group: Any = formed.result(timeout_s)
+            formed.result(timeout_s)
         except (RuntimeError, TimeoutError) as error:
+            self.abandon()
             raise self._failure(f"forming it over the store at {store_address}", error) from error
 
-    def _form(self, formed: Future[Any]) -> None:
+    def _form(self, formed: Future[None]) -> None:
         """Connect to everybody, and prove it: a group that exists has carried a first broadcast."""
         try:
             host, port = self.store_address.rsplit(":", 1)
@@ -83,11 +85,12 @@ class PolicyGroup:
             prefix.set(f"member{self.rank}", "here")
             prefix.wait([f"member{rank}" for rank in range(self.world_size)], patience)
             build = _build_nccl if self.device.type == "cuda" else _build_gloo
-            group = build(prefix, self.rank, self.world_size, timedelta(seconds=self.timeout_s))
+            timeout = timedelta(seconds=self.timeout_s)
+            self._group = group = build(prefix, self.rank, self.world_size, timeout)
             first = torch.zeros(1, device=self.device)
             group.broadcast([first], dist.BroadcastOptions()).wait()
             first.item()  # NCCL's wait only orders streams
-            formed.set_result(group)
+            formed.set_result(None)
         except BaseException as error:  # noqa: BLE001 - raised by the constructor
             formed.set_exception(error)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from slurm_grpo.config import WeightSyncConfig
+from slurm_grpo.control import policy_group
 from slurm_grpo.control.address import host_address
 from slurm_grpo.control.policy_group import PolicyGroup, make_store
 from slurm_grpo.control.weight_layout import (
@@ -219,6 +220,16 @@ def test_group_without_all_its_members_is_not_formed(store_address: str) -> None
         (SyncError, DeadlineExceeded), match="epoch 4, rank 1 of 2: forming it over"
     ):
         PolicyGroup(store_address, 4, 1, 2, CPU, 1.0)
+
+
+def test_member_that_hangs_while_it_connects_costs_the_others_no_more_than_their_deadline(
+    store_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_group, "_build_gloo", lambda *_: time.sleep(30))
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"epoch 5, rank 0 of 1: forming it .*deadline 1 s"):
+        PolicyGroup(store_address, 5, 0, 1, CPU, 1.0)
+    assert time.monotonic() - started < 3
 
 
 def test_store_that_is_not_there_is_named() -> None:
