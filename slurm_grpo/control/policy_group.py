@@ -77,7 +77,7 @@ class PolicyGroup:
         """Connect to everybody, and prove it: a group that exists has carried a first broadcast."""
         try:
             host, port = self.store_address.rsplit(":", 1)
-            patience = timedelta(seconds=min(self.timeout_s, FORMING_S))
+            patience = timedelta(seconds=min(self.timeout_s / 2, FORMING_S))
             store = TCPStore(
                 host, int(port), is_master=False, wait_for_workers=False, timeout=patience
             )
