@@ -217,6 +217,11 @@ def _of_group(column: TableColumn) -> TableColumn:
     )
 
 
+def _summed_up(of_groups: Callable[[OpenShard], Any], description: str) -> TableColumn:
+    """A column of values that are computed for all groups of a shard."""
+    return TableColumn(lambda shard, rows: of_groups(shard)[rows], description)
+
+
 def _lengths(path: str) -> Reader:
     return lambda shard, rows: np.diff(shard[path])[rows]
 
@@ -239,36 +244,36 @@ _SHARED = {
 
 GROUP_COLUMNS: dict[str, TableColumn] = _SHARED | {
     "n_episodes": TableColumn(_lengths("groups/episode_offsets"), "Episodes"),
-    "n_errors": TableColumn(
-        lambda shard, rows: _count(shard, shard.is_error)[rows], "Episodes that failed to score"
+    "n_errors": _summed_up(
+        lambda shard: _count(shard, shard.is_error), "Episodes that failed to score"
     ),
     "n_unique_answers": TableColumn(_n_unique_answers, "Distinct completion texts"),
-    "reward_mean": TableColumn(lambda shard, rows: _mean_reward(shard)[rows], "Of those scored"),
-    "reward_std": TableColumn(lambda shard, rows: _std_reward(shard)[rows], "Of those scored"),
-    "reward_min": TableColumn(
-        lambda shard, rows: shard.per_group(np.fmin, shard.scored)[rows], "Of those scored"
+    "reward_mean": _summed_up(_mean_reward, "Of those scored"),
+    "reward_std": _summed_up(_std_reward, "Of those scored"),
+    "reward_min": _summed_up(
+        lambda shard: shard.per_group(np.fmin, shard.scored), "Of those scored"
     ),
-    "reward_max": TableColumn(
-        lambda shard, rows: shard.per_group(np.fmax, shard.scored)[rows], "Of those scored"
+    "reward_max": _summed_up(
+        lambda shard: shard.per_group(np.fmax, shard.scored), "Of those scored"
     ),
-    "zero_spread": TableColumn(
-        lambda shard, rows: (
-            ~(shard.per_group(np.fmax, shard.scored) > shard.per_group(np.fmin, shard.scored))[rows]
+    "zero_spread": _summed_up(
+        lambda shard: (
+            ~(shard.per_group(np.fmax, shard.scored) > shard.per_group(np.fmin, shard.scored))
         ),
         "All rewards are equal: no gradient",
     ),
-    "policy_version_min": TableColumn(
-        lambda shard, rows: _group_versions(shard)[0][rows], "Oldest token's version; -1: no token"
+    "policy_version_min": _summed_up(
+        lambda shard: _group_versions(shard)[0], "Oldest token's version; -1: no token"
     ),
-    "policy_version_max": TableColumn(
-        lambda shard, rows: _group_versions(shard)[1][rows], "Newest token's version; -1: no token"
+    "policy_version_max": _summed_up(
+        lambda shard: _group_versions(shard)[1], "Newest token's version; -1: no token"
     ),
-    "staleness": TableColumn(
-        lambda shard, rows: _staleness(shard.entry.steps[rows], _group_versions(shard)[0][rows]),
+    "staleness": _summed_up(
+        lambda shard: _staleness(shard.entry.steps, _group_versions(shard)[0]),
         "Steps the oldest token lagged when trained on",
     ),
-    "n_tokens": TableColumn(
-        lambda shard, rows: _count(shard, np.diff(shard["episodes/token_offsets"]))[rows],
+    "n_tokens": _summed_up(
+        lambda shard: _count(shard, np.diff(shard["episodes/token_offsets"])),
         "Completion tokens, all episodes",
     ),
 }

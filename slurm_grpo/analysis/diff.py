@@ -8,6 +8,7 @@ or attempts. Exact: a number that differs in its last bit differs.
 from __future__ import annotations
 
 import argparse
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class Difference:
     n_compared: int
     n_different: int
     first: str = ""
-    largest: float = float("nan")
+    largest: float = math.nan
     """Largest absolute difference, where that has a meaning."""
 
 
@@ -144,9 +145,9 @@ def _compare_column(a: RunData, b: RunData, both: pd.DataFrame, what: str) -> Di
         return Difference(what=what, n_compared=0, n_different=0)
     x, y = both[f"{what}_a"].to_numpy(), both[f"{what}_b"].to_numpy()
     is_number = what in ("rewards", "advantages")
-    same = (x == y) | (np.isnan(x) & np.isnan(y)) if is_number else x == y
+    same = _same(x, y) if is_number else x == y
     different = both["episode_id"].to_numpy()[~same].tolist()
-    first, largest = "", float("nan")
+    first, largest = "", math.nan
     if different:
         if is_number:
             largest = _largest(x, y)
@@ -189,24 +190,31 @@ def _compare_losses(a: RunData, b: RunData) -> Difference:
     tables = [run.steps().reindex(columns=["step", LOSS]) for run in (a, b)]
     both = tables[0].merge(tables[1], on="step", suffixes=("_a", "_b"))
     x, y = (both[f"{LOSS}_{run}"].astype("f8").to_numpy() for run in "ab")
-    different = np.flatnonzero(~((x == y) | (np.isnan(x) & np.isnan(y))))
-    if not len(different):
-        return Difference(what="losses", n_compared=len(both), n_different=0)
-    i = different[0]
+    different = np.flatnonzero(~_same(x, y))
+    first = ""
+    if len(different):
+        i = different[0]
+        first = f"step {both['step'][i]}: {float(x[i])} in A, {float(y[i])} in B"
     return Difference(
         what="losses",
         n_compared=len(both),
         n_different=len(different),
-        first=f"step {both['step'][i]}: {float(x[i])} in A, {float(y[i])} in B",
-        largest=_largest(x, y),
+        first=first,
+        largest=_largest(x, y) if first else math.nan,
     )
+
+
+def _same(x: Array, y: Array) -> Array:
+    """Where two numbers are the same, NaN equal to itself."""
+    same: Array = (x == y) | (np.isnan(x) & np.isnan(y))
+    return same
 
 
 def _largest(x: Array, y: Array) -> float:
     """Largest absolute difference where both are numbers; NaN where they never are."""
     apart = np.abs(x - y)
     apart = apart[~np.isnan(apart)]
-    return float(apart.max()) if len(apart) else float("nan")
+    return float(apart.max()) if len(apart) else math.nan
 
 
 def _short(value: object, most: int = 40) -> str:

@@ -60,14 +60,11 @@ class RunIndex:
     n_gone: int = 0
     """Groups that a committed step trained on and that no readable shard holds: retired, or in a
     damaged one."""
-    _checked: set[str] = field(default_factory=set)
-    """Shards, which are immutable, that were opened before."""
 
     def read(self, path: str, action: Callable[[h5py.File], T]) -> T | None:
         """`action` of the open shard at `path`; None when it is damaged, which is logged once."""
         try:
-            with open_shard(self.run.root / path, check=path not in self._checked) as file:
-                self._checked.add(path)
+            with open_shard(self.run.root / path) as file:
                 return action(file)
         except (StorageError, OSError) as error:
             self.skip(path, str(error))

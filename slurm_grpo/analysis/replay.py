@@ -17,13 +17,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from slurm_grpo import config_io
+from slurm_grpo.analysis.terminal import add_run, say
 from slurm_grpo.config import Config
 from slurm_grpo.config_checks import get
 from slurm_grpo.config_values import option_types
 from slurm_grpo.errors import ConfigError, ShardError
 from slurm_grpo.fsio import storage_errors
 from slurm_grpo.metrics import read_run_metrics
-from slurm_grpo.run_state import RUN_HELP, run_path
 from slurm_grpo.rundir import RunDir
 
 _IGNORED = (
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Without changes, a strict run repeats its losses exactly on CPUs. The replay is a run "
         "directory beside RUN; --run.name and --run.runs_dir put it elsewhere."
     )
-    parser.add_argument("run", type=run_path, metavar="RUN", help=RUN_HELP)
+    add_run(parser)
     parser.add_argument(
         "--config", metavar="NEW.yaml", type=Path, help="changes to RUN's own configuration"
     )
@@ -80,13 +80,13 @@ def run(arguments: argparse.Namespace) -> int:
         target.create()
     config_io.freeze_config(cfg, target.config, replace=False)
     for key in ignored:
-        _say(f"ignored, the episodes are as they are: {key}")
-    _say(f"replaying {n_steps} steps of {source.root} in {target.root}")
+        say(f"ignored, the episodes are as they are: {key}")
+    say(f"replaying {n_steps} steps of {source.root} in {target.root}")
 
     from slurm_grpo.supervisor import run_supervisor  # errors above need not wait for its imports
 
     code = run_supervisor(target, cfg)
-    _say(compare_losses(source, target))
+    say(compare_losses(source, target))
     return code
 
 
@@ -177,8 +177,3 @@ def _require_torch(cfg: Config) -> None:
             f"cluster.python: {sys.executable} lacks {', '.join(missing)}, which training needs. "
             "Use the interpreter that launch/setup.sh made, or name one with --cluster.python."
         )
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()

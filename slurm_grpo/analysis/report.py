@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -19,6 +18,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from slurm_grpo.analysis.terminal import add_run, say
 from slurm_grpo.attempt import record_path
 from slurm_grpo.checkpoint_dirs import read_resumed_from
 from slurm_grpo.config import Config
@@ -26,7 +26,7 @@ from slurm_grpo.config_checks import get
 from slurm_grpo.config_values import option_types
 from slurm_grpo.errors import ExitCode
 from slurm_grpo.fsio import write_durably
-from slurm_grpo.run_state import RUN_HELP, read_json, run_path, stand
+from slurm_grpo.run_state import read_json, stand
 
 if TYPE_CHECKING:
     from slurm_grpo.analysis.report_charts import Chart
@@ -51,7 +51,7 @@ STEP_COLUMNS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN, the file to write, and whose rewards to show."""
-    parser.add_argument("run", type=run_path, metavar="RUN", help=RUN_HELP)
+    add_run(parser)
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="by default report.html in the run"
     )
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = arguments.output or arguments.run / "report.html"
     page = build_report(Facts(open_run(arguments.run), arguments.score))
     write_durably(output, page.encode("utf-8", "replace"))
-    sys.stdout.write(f"{output}\n")
+    say(str(output))
     return ExitCode.OK
 
 
@@ -200,9 +200,9 @@ def _was_on_policy(facts: Facts) -> Card:
         bound = facts.run.config.get("algorithm.max_staleness", "?")
         lines.append(_paragraph(f"of trained episodes; oldest {ages.max():.0f}, bound {bound}"))
     if facts.steps:
-        k3 = _number(facts.median("trainer/mismatch_k3_nats"), 2)
-        worst = _number(facts.largest("trainer/mismatch_max_nats"), 2)
-        clipped = _percent(facts.median("trainer/clip_fraction"))
+        k3 = _number(facts.over_steps("trainer/mismatch_k3_nats"), 2)
+        worst = _number(facts.over_steps("trainer/mismatch_max_nats", max), 2)
+        clipped = _percent(facts.over_steps("trainer/clip_fraction"))
         lines += [
             _paragraph(f"mismatch {k3} nats (median k3), largest {worst} of a token"),
             _paragraph(f"{clipped} of tokens clipped (median)"),
@@ -224,15 +224,13 @@ def _where_time_went(facts: Facts) -> Card:
         rest = f"{_clock(wall - seconds.sum())} outside: starting, evaluating, saving"
         lines.append(_paragraph(rest, "small"))
     big = f"{_clock(seconds.sum())} in steps"
-    median = facts.median("trainer/step_s")
+    median = facts.over_steps("trainer/step_s")
     lines.append(_paragraph(f"median step {_duration(median)}", "small"))
     return question, big, lines
 
 
 def _notes(facts: Facts) -> str:
     """What is missing or odd."""
-    from slurm_grpo.analysis.report_episodes import has_token_texts
-
     index, config = facts.run.index, facts.run.config
     notes = []
     if not index.manifests:
@@ -251,7 +249,7 @@ def _notes(facts: Facts) -> str:
     if facts.run.damaged:
         names = ", ".join(list(facts.run.damaged)[:3])
         notes.append(f"{len(facts.run.damaged)} damaged files are left out: {names}.")
-    if len(facts.episodes) and not has_token_texts(facts):
+    if len(facts.episodes) and facts.tokenizer is None:
         notes.append(
             "Answers are not tinted by log-probability: that needs the `tokenizers` package, and "
             f"tokenizer.json in {config.get('model.path', 'the model directory')} or an export."
@@ -340,7 +338,9 @@ def _configuration(facts: Facts) -> str:
     for key, value in config.items():
         usual = get(defaults, key) if key in known else None
         usual = list(usual) if isinstance(usual, tuple) else usual
-        (others if value == usual else changed).append([key, _plain(value), _plain(usual)])
+        (others if value == usual else changed).append(
+            [key, *("-" if v is None else str(v) for v in (value, usual))]
+        )
     shown = _table(["key", "value", "default"], changed, texts=True)
     rest = _table(["key", "value"], [row[:2] for row in others], texts=True)
     return (
@@ -378,10 +378,6 @@ def _anchor(title: str) -> str:
 
 def _paragraph(text: str, kind: str = "") -> str:
     return f'<p class="{kind}">{escape(text)}</p>' if text else ""
-
-
-def _plain(value: Any) -> str:
-    return "-" if value is None else str(value)
 
 
 def _number(value: float | None, digits: int = 3) -> str:

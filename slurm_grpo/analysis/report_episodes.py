@@ -16,7 +16,7 @@ import pandas as pd
 
 from slurm_grpo.analysis.report_facts import Facts
 from slurm_grpo.analysis.terminal import printable
-from slurm_grpo.analysis.token_text import load_tokenizer, token_texts
+from slurm_grpo.analysis.token_text import token_texts
 
 N_SHOWN = 3
 MAX_TOKENS = 1500
@@ -45,11 +45,6 @@ def choose(facts: Facts) -> dict[str, list[int]]:
     return {title: frame["episode_id"].tolist() for title, frame in chosen.items() if len(frame)}
 
 
-def has_token_texts(facts: Facts) -> bool:
-    """Whether tokens can be tinted."""
-    return _tokenizer(facts) is not None
-
-
 def episodes_html(facts: Facts) -> str:
     """All chosen episodes, as articles under headings."""
     html = []
@@ -63,7 +58,7 @@ def episodes_html(facts: Facts) -> str:
         html.append("</div>")
     if not html:
         return '<p class="missing">There are no episodes on disk.</p>'
-    return legend_html() + "\n".join(html) if has_token_texts(facts) else "\n".join(html)
+    return (legend_html() if facts.tokenizer is not None else "") + "\n".join(html)
 
 
 def legend_html() -> str:
@@ -106,13 +101,12 @@ def _article(facts: Facts, row: dict[str, Any], tokens: pd.DataFrame) -> str:
 
 
 def _completion(facts: Facts, row: dict[str, Any], tokens: pd.DataFrame) -> str:
-    tokenizer = _tokenizer(facts)
     text = str(row["completion_text"])
-    if tokenizer is None:
+    if facts.tokenizer is None:
         more = " …" if len(text) > 4 * MAX_TOKENS else ""
         return visible(text[: 4 * MAX_TOKENS]) + more
     shown = tokens.head(MAX_TOKENS)
-    pieces = token_texts(tokenizer, shown["token_id"].tolist())
+    pieces = token_texts(facts.tokenizer, shown["token_id"].tolist())
     more = f" … and {len(tokens) - len(shown)} more tokens" if len(tokens) > len(shown) else ""
     return "".join(map(_token, pieces, shown["logprob"].tolist())) + more
 
@@ -128,10 +122,6 @@ def _token(piece: str, logprob: float) -> str:
 def visible(text: str) -> str:
     """Escaped for a `<pre>`; what no page can show is spelled out."""
     return escape(printable(text))
-
-
-def _tokenizer(facts: Facts) -> Any | None:
-    return load_tokenizer(facts.run.run, facts.run.config.get("model.path"))
 
 
 def _short(target_json: str) -> str:

@@ -7,8 +7,10 @@ count and from the trainer's metrics; a number that cannot be known is NaN or le
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,6 +18,7 @@ import pandas as pd
 from slurm_grpo.analysis.frame import RunData
 from slurm_grpo.analysis.plots import Points, series
 from slurm_grpo.analysis.rescored import reward_columns
+from slurm_grpo.analysis.token_text import load_tokenizer
 from slurm_grpo.metrics import Row, read_run_metrics
 from slurm_grpo.summary import PHASES, evaluations
 
@@ -53,6 +56,11 @@ class Facts:
         self.rows: list[Row] = read_run_metrics(run.run, "trainer")
         self.steps = [row for row in self.rows if "trainer/step_s" in row]
         self.evaluations = evaluations(self.rows)
+
+    @cached_property
+    def tokenizer(self) -> Any | None:
+        """Of the model; None: tokens have no texts here."""
+        return load_tokenizer(self.run.run, self.run.config.get("model.path"))
 
     @cached_property
     def episodes(self) -> pd.DataFrame:
@@ -152,12 +160,7 @@ class Facts:
         table["other"] = np.maximum(0.0, total - table.sum(axis=1))
         return table
 
-    def median(self, key: str) -> float:
-        """Of a trainer metric over the steps; NaN without any."""
+    def over_steps(self, key: str, reduce: Callable[[Sequence[float]], Any] = np.median) -> float:
+        """The median, or what else, of a trainer metric over the steps; NaN without any."""
         values = self.points(key)[1]
-        return float(np.median(values)) if values else math.nan
-
-    def largest(self, key: str) -> float:
-        """Of a trainer metric over the steps; NaN without any."""
-        values = self.points(key)[1]
-        return float(np.max(values)) if values else math.nan
+        return float(reduce(values)) if values else math.nan

@@ -11,17 +11,16 @@ import argparse
 import hashlib
 import logging
 import re
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_grpo import config_io
+from slurm_grpo.analysis.terminal import add_run, say
 from slurm_grpo.config import ScorerConfig
 from slurm_grpo.errors import ConfigError, ExitCode, ShardError
 from slurm_grpo.fsio import sweep_temporaries
-from slurm_grpo.run_state import RUN_HELP, run_path
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.tasks.checks import scorer_problems
 from slurm_grpo.tasks.scorer import Scorer
@@ -35,7 +34,7 @@ SAY_EVERY_S = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN, the scorer with its settings, and the name of its columns."""
-    parser.add_argument("run", type=run_path, metavar="RUN", help=RUN_HELP)
+    add_run(parser)
     parser.add_argument(
         "--scorer",
         required=True,
@@ -74,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not index.shards:
         raise ConfigError(f"{arguments.run}: there is no episode to score yet.")
     n_new = rescore(index, cfg, name)
-    _say(_result(index.run, name, n_new, len(index.shards)))
+    say(_result(index.run, name, n_new, len(index.shards)))
     return ExitCode.OK
 
 
@@ -117,7 +116,7 @@ def rescore(index: RunIndex, cfg: ScorerConfig, name: str) -> int:
         for n_done, shard in enumerate(waiting):
             if time.monotonic() - said > SAY_EVERY_S:
                 said = time.monotonic()
-                _say(f"{n_done} of {len(waiting)} shards, {scorer.n_errors} errors")
+                say(f"{n_done} of {len(waiting)} shards, {scorer.n_errors} errors")
             rescoring = _score_shard(index, shard, scorer, rescoring)
     finally:
         scorer.close()
@@ -203,8 +202,3 @@ def _result(run: RunDir, name: str, n_new: int, n_shards: int) -> str:
         f"in {run.rescored / name}; see them with: slurm-grpo report {run.root} --score {name}",
     ]
     return "\n".join(lines)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()

@@ -1,5 +1,5 @@
-"""What the `episodes` commands share: the run they are given, tables that fit a terminal, and the
-last word about files that could not be read."""
+"""What the commands on episodes share: the run they are given, tables that fit a terminal, and the
+last word about files that could not be read. Imports no pandas."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import argparse
 import shutil
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from slurm_grpo.analysis.frame import RunData
 from slurm_grpo.run_state import RUN_HELP, run_path
 
-MIN_WIDTH = 40
+if TYPE_CHECKING:
+    from slurm_grpo.analysis.frame import RunData
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -21,13 +22,14 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 def width() -> int:
     """Columns of the terminal; 80 where there is none."""
-    return max(MIN_WIDTH, shutil.get_terminal_size((80, 24)).columns)
+    return max(40, shutil.get_terminal_size((80, 24)).columns)
 
 
 def say(text: str) -> None:
     """Print to stdout, whatever the model wrote: what is no printable text is escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    sys.stdout.flush()
 
 
 def printable(text: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ def find_tokenizer(run: RunDir, model_path: str | None) -> Path | None:
     return None
 
 
-@lru_cache(maxsize=4)
 def load_tokenizer(run: RunDir, model_path: str | None) -> Any | None:
     """A `tokenizers.Tokenizer`; None without the package or the file."""
     path = find_tokenizer(run, model_path)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from slurm_grpo.checkpoint_dirs import latest_complete
 from slurm_grpo.config_io import read_frozen
 from slurm_grpo.errors import ConfigError, ExitCode, ShardError
 from slurm_grpo.fsio import (
-    read_whole,
     storage_errors,
     sweep_temporaries,
     sync_directory,
@@ -36,7 +34,7 @@ from slurm_grpo.staging import layout
 from slurm_grpo.staging.layout import COLUMNS, Columns, ShardHeader
 from slurm_grpo.staging.ledger import read_ledger, record_merged
 from slurm_grpo.staging.retention import find_settled, remove_shards
-from slurm_grpo.staging.shards import ShardName, list_shards, shard_errors
+from slurm_grpo.staging.shards import ShardName, checked_shard, list_shards, shard_errors
 from slurm_grpo.staging.verify import verify_run
 
 MIB = 1 << 20
@@ -151,15 +149,10 @@ def read_source(run: RunDir, path: str) -> Source | None:
     file_path = run.root / path
     name = ShardName.parse(file_path.name)
     assert name is not None
-    image = read_whole(file_path, name.size_bytes)
-    if zlib.crc32(image) != name.crc32:
-        raise ShardError(f"shard {file_path}: CRC {zlib.crc32(image):08x}, not as in its name.")
-    with shard_errors(file_path), h5py.File(h5py.h5f.open_file_image(image)) as file:
-        columns = layout.read_all(file)
+    with checked_shard(file_path, name.size_bytes, name.crc32) as (file, columns):
         if tuple(file.attrs["schema_version"]) > layout.SCHEMA_VERSION:
             return None
-        header = layout.read_header(file)
-    return Source(path=path, header=header, columns=columns)
+        return Source(path=path, header=layout.read_header(file), columns=columns)
 
 
 def join_columns(parts: Sequence[Columns]) -> Columns:
@@ -192,16 +185,7 @@ def _merge(run: RunDir, batch: list[Source]) -> None:
     """One merged shard, compared on disk, in place of its sources."""
     columns = join_columns([source.columns for source in batch])
     image = layout.build_image(columns, batch[0].header)
-    name = ShardName(
-        version=int(columns["episodes/policy_version_max"].max(initial=-1)),
-        engine_id=batch[0].header.engine_id,
-        attempt=batch[0].header.attempt,
-        incarnation=batch[0].header.incarnation,
-        sequence=batch[0].header.sequence,
-        crc32=zlib.crc32(image),
-        size_bytes=len(image),
-    )
-    into = run.episodes / name.file_name
+    into = run.episodes / ShardName.of(columns, batch[0].header, image).file_name
 
     def check(temporary: Path) -> None:
         _compare(run, batch, temporary, into)
@@ -243,14 +227,7 @@ def _same(a: layout.Array, b: layout.Array) -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
     parser.add_argument("run", type=run_path, metavar="RUN", help=f"{RUN_HELP}; it must not run")
-    parser.add_argument(
-        "--target-mib",
-        type=int,
-        default=TARGET_BYTES // MIB,
-        help="size of the merged shards, MiB, 8 to 64 (default: %(default)s)",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -258,10 +235,8 @@ def run(arguments: argparse.Namespace) -> int:
     directory = RunDir(arguments.run)
     if not directory.episodes.is_dir():
         raise ConfigError(f"{arguments.run}: no run directory, since it has no episodes/.")
-    if not 8 <= arguments.target_mib <= 64:
-        raise ConfigError(f"--target-mib {arguments.target_mib}: expected 8 to 64.")
     before = _size_bytes(directory)
-    done = compact_run(directory, target_bytes=arguments.target_mib * MIB)
+    done = compact_run(directory)
     sys.stdout.write(
         f"{arguments.run}: merged {done.n_merged} shards into {done.n_made}, {done.n_left} left as "
         f"they were; {before / MIB:.1f} MiB before, {_size_bytes(directory) / MIB:.1f} after\n"

@@ -61,6 +61,10 @@ class ShardHeader:
     """`algorithm.advantage` of the run."""
 
 
+HEADER_ATTRIBUTES = tuple(f.name for f in fields(ShardHeader) if f.name != "advantage_estimator")
+"""Those that are attributes of the file; the estimator is one of `episodes/advantage`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """One dataset. Its first axis is counted by `axis`."""
@@ -202,19 +206,9 @@ def build_image(columns: Columns, header: ShardHeader) -> bytes:
         attributes = {
             "schema": SCHEMA,
             "schema_version": np.array(SCHEMA_VERSION, "i8"),
-            "run_id": header.run_id,
             "shard_uuid": shard_uuid,
-            "engine_id": header.engine_id,
-            "incarnation": header.incarnation,
-            "attempt": header.attempt,
-            "sequence": header.sequence,
             "created_unix_ns": time.time_ns(),
-            "model_id": header.model_id,
-            "tokenizer_sha256": header.tokenizer_sha256,
-            "vocab_size": header.vocab_size,
-            "logprobs_mode": header.logprobs_mode,
-            "sampling_params_json": header.sampling_params_json,
-            "code_version": header.code_version,
+            **{name: getattr(header, name) for name in HEADER_ATTRIBUTES},
             "n_groups": len(columns["groups/group_id"]),
             "n_episodes": len(columns["episodes/episode_id"]),
             "n_tokens": len(columns["tokens/token_id"]),
@@ -248,13 +242,11 @@ def check_header(file: h5py.File) -> None:
 def read_header(file: h5py.File) -> ShardHeader:
     """Who made `file`, from its attributes. Raises KeyError for one that is missing."""
     values: dict[str, Any] = {
-        f.name: value if isinstance(value := file.attrs[f.name], str) else int(value)
-        for f in fields(ShardHeader)
-        if f.name != "advantage_estimator"
+        name: value if isinstance(value := file.attrs[name], str) else int(value)
+        for name in HEADER_ATTRIBUTES
     }
-    return ShardHeader(
-        **values, advantage_estimator=str(file["episodes/advantage"].attrs["estimator"])
-    )
+    estimator = str(file["episodes/advantage"].attrs["estimator"])
+    return ShardHeader(**values, advantage_estimator=estimator)
 
 
 def read_all(file: h5py.File) -> Columns:

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from slurm_grpo.checkpoint_dirs import read_resumed_from
@@ -73,20 +73,13 @@ def publish_manifest(run: RunDir, manifest: Manifest) -> Path:
     takes itself for the same attempt has published other groups for the step.
     """
     path = run.manifests / f"step_{manifest.step:06d}-attempt_{manifest.attempt:03d}.json"
-    body = {
-        "schema": SCHEMA,
-        "step": manifest.step,
-        "attempt": manifest.attempt,
-        "groups": manifest.groups,
-        "dropped": manifest.dropped,
-    }
     later = [n for n in run.attempt_numbers() if n > manifest.attempt]
     if later:
         raise ShardError(
             f"publish {path}: attempt {manifest.attempt} is stale, attempt {later[-1]} has begun. "
             "End this process; the later attempt continues the run."
         )
-    if not link_durably(path, json.dumps(body).encode() + b"\n"):
+    if not link_durably(path, json.dumps({"schema": SCHEMA} | asdict(manifest)).encode() + b"\n"):
         raise ShardError(
             f"publish {path}: exists with other groups, so another process runs as attempt "
             f"{manifest.attempt}. End one of them."

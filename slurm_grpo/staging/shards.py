@@ -104,19 +104,26 @@ class ShardName:
     def parse(cls, file_name: str) -> ShardName | None:
         """None when it is not the name of a shard."""
         match = re.fullmatch(
-            r"v(-?\d+)-e(\d+)-a(\d+)-i(\d+)-s(\d+)-([0-9a-f]{8})-(\d+)\.h5", file_name
+            r"v(?P<version>-?\d+)-e(?P<engine_id>\d+)-a(?P<attempt>\d+)-i(?P<incarnation>\d+)"
+            r"-s(?P<sequence>\d+)-(?P<crc32>[0-9a-f]{8})-(?P<size_bytes>\d+)\.h5",
+            file_name,
         )
         if match is None:
             return None
-        version, engine_id, attempt, incarnation, sequence, crc32, size_bytes = match.groups()
+        bases = {"crc32": 16}
+        return cls(**{key: int(v, bases.get(key, 10)) for key, v in match.groupdict().items()})
+
+    @classmethod
+    def of(cls, columns: Columns, header: ShardHeader, image: bytes) -> ShardName:
+        """The name of the shard with these bytes."""
         return cls(
-            version=int(version),
-            engine_id=int(engine_id),
-            attempt=int(attempt),
-            incarnation=int(incarnation),
-            sequence=int(sequence),
-            crc32=int(crc32, 16),
-            size_bytes=int(size_bytes),
+            version=int(columns["episodes/policy_version_max"].max(initial=-1)),
+            engine_id=header.engine_id,
+            attempt=header.attempt,
+            incarnation=header.incarnation,
+            sequence=header.sequence,
+            crc32=zlib.crc32(image),
+            size_bytes=len(image),
         )
 
 
@@ -132,19 +139,9 @@ def publish_groups(run: RunDir, groups: list[Group], header: ShardHeader) -> Sha
 def publish_columns(run: RunDir, columns: Columns, header: ShardHeader) -> ShardRef:
     """`publish_groups` for groups that are columns already."""
     image = layout.build_image(columns, header)
-    group_refs = _group_refs(columns)
-    name = ShardName(
-        version=max((g.newest_version for g in group_refs), default=-1),
-        engine_id=header.engine_id,
-        attempt=header.attempt,
-        incarnation=header.incarnation,
-        sequence=header.sequence,
-        crc32=zlib.crc32(image),
-        size_bytes=len(image),
-    )
-    path = run.episodes / name.file_name
-    write_durably(path, image)
-    return _ref(run, path, name, group_refs)
+    name = ShardName.of(columns, header, image)
+    write_durably(run.episodes / name.file_name, image)
+    return _ref(run, name, _group_refs(columns))
 
 
 def verify_shard(run: RunDir, ref: ShardRef, *, deadline_s: float = READ_DEADLINE_S) -> None:
@@ -154,8 +151,8 @@ def verify_shard(run: RunDir, ref: ShardRef, *, deadline_s: float = READ_DEADLIN
     ShardError, naming the file.
     """
     path = run.root / ref.path
-    found = _checked_groups(path, ref.size_bytes, ref.crc32, deadline_s)
-    by_id = {g.group_id: g for g in found}
+    with checked_shard(path, ref.size_bytes, ref.crc32, deadline_s=deadline_s) as (_, columns):
+        by_id = {g.group_id: g for g in _group_refs(columns)}
     for announced in ref.groups:
         if by_id.get(announced.group_id) != announced:
             raise ShardError(
@@ -170,8 +167,8 @@ def read_ref(run: RunDir, path: str, *, deadline_s: float = READ_DEADLINE_S) -> 
     name = ShardName.parse(full.name)
     if name is None:
         raise ShardError(f"shard {full}: not the name of a shard.")
-    found = _checked_groups(full, name.size_bytes, name.crc32, deadline_s)
-    return _ref(run, full, name, found)
+    with checked_shard(full, name.size_bytes, name.crc32, deadline_s=deadline_s) as (_, columns):
+        return _ref(run, name, _group_refs(columns))
 
 
 def read_groups(
@@ -205,16 +202,14 @@ def read_groups(
 
 
 @contextmanager
-def open_shard(path: Path, *, check: bool = True) -> Iterator[h5py.File]:
-    """The published shard at `path`, open for reading, its header checked and nothing else;
-    without `check` not even that, for readers that have opened it before.
+def open_shard(path: Path) -> Iterator[h5py.File]:
+    """The published shard at `path`, open for reading, its header checked and nothing else.
 
     Raises ShardError naming the file for what HDF5, the layout or the block finds wrong with it,
     and passes the file system's own OSErrors on.
     """
     with shard_errors(path), h5py.File(path, "r", locking=False) as file:
-        if check:
-            layout.check_header(file)
+        layout.check_header(file)
         yield file
 
 
@@ -248,10 +243,11 @@ def list_shards(run: RunDir) -> list[tuple[str, ShardName]]:
     return [(path, name) for path, name in found if path not in merged]
 
 
-def _checked_groups(
-    path: Path, size_bytes: int, crc32: int, deadline_s: float
-) -> tuple[GroupRef, ...]:
-    """Read the whole file and check everything about it."""
+@contextmanager
+def checked_shard(
+    path: Path, size_bytes: int, crc32: int, *, deadline_s: float = READ_DEADLINE_S
+) -> Iterator[tuple[h5py.File, Columns]]:
+    """The whole file, read once and everything about it checked. Raises ShardError naming it."""
     image = read_whole(path, size_bytes, deadline_s=deadline_s)
     if len(image) != size_bytes:
         raise ShardError(f"shard {path}: {len(image)} bytes, announced {size_bytes}.")
@@ -259,7 +255,7 @@ def _checked_groups(
         raise ShardError(f"shard {path}: CRC {zlib.crc32(image):08x}, announced {crc32:08x}.")
     with shard_errors(path), h5py.File(h5py.h5f.open_file_image(image)) as file:
         _check_name(path, file)
-        return _group_refs(layout.read_all(file))
+        yield file, layout.read_all(file)
 
 
 def _check_name(path: Path, file: h5py.File) -> None:
@@ -287,9 +283,9 @@ def shard_errors(path: Path) -> Iterator[None]:
         raise ShardError(f"shard {path}: damaged: {type(error).__name__}: {error}.") from error
 
 
-def _ref(run: RunDir, path: Path, name: ShardName, groups: tuple[GroupRef, ...]) -> ShardRef:
+def _ref(run: RunDir, name: ShardName, groups: tuple[GroupRef, ...]) -> ShardRef:
     return ShardRef(
-        path=str(path.relative_to(run.root)),
+        path=f"{run.episodes.name}/{name.file_name}",
         size_bytes=name.size_bytes,
         crc32=name.crc32,
         attempt=name.attempt,

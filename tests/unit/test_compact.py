@@ -277,5 +277,3 @@ def test_the_command_says_what_it_did(run: RunDir, capsys: pytest.CaptureFixture
     assert "merged 7 shards into 2, 0 left as they were; 0.2 MiB before, 0." in (
         capsys.readouterr().out
     )
-    with pytest.raises(ConfigError, match="expected 8 to 64"):
-        run_command(parser.parse_args([str(run.root), "--target-mib", "65"]))
