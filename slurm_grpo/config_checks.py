@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,8 @@ from typing import Any
 from slurm_grpo import model_support
 from slurm_grpo.config import Config
 from slurm_grpo.config_cluster_checks import check_cluster
-from slurm_grpo.tasks import checks as task_checks
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """One broken rule."""
-
-    keys: tuple[str, ...]
-    """The values involved, the one to change first."""
-    text: str
-    """Begins with the first key."""
+from slurm_grpo.slurm.partitions import Found
+from slurm_grpo.tasks.checks import check_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,27 +91,39 @@ _RANGES: dict[str, _Range] = {
     "weight_sync.door_timeout_s": _POSITIVE,
     "weight_sync.transfer_timeout_s": _POSITIVE,
     "weight_sync.max_probe_difference": _POSITIVE,
+    "cluster.max_requeues": _at_least(0),
     "cluster.start_timeout_s": _POSITIVE,
     "cluster.heartbeat_timeout_s": _POSITIVE,
     "cluster.stop_grace_s": _POSITIVE,
 }
 
 
-def check(cfg: Config, *, skip: Collection[str] = ()) -> list[Finding]:
-    """Every broken rule that involves none of the keys in `skip` (those are known to be wrong)."""
-    findings = []
-    for key, rule in _RANGES.items():
-        if not rule.holds(value := get(cfg, key)):
-            findings.append(
-                Finding(keys=(key,), text=f"{key}: {value} given; expected {rule.expected}.")
-            )
-    out_of_range = {finding.keys[0] for finding in findings}
-    findings = [finding for finding in findings if finding.keys[0] not in skip]
-    for rules in (_run, _replay, _lengths, _algorithm, _unused, _model, _task, _cluster):
-        for finding in rules(cfg):
-            if not set(finding.keys) & (out_of_range | set(skip)):
-                findings.append(finding)
-    return findings
+def check(cfg: Config, *, skip: Collection[str] = ()) -> list[tuple[tuple[str, ...], str]]:
+    """Every broken rule: the keys involved, the one to change first, a text that begins with it.
+
+    Leaves out rules that involve a key in `skip` (those are known to be wrong).
+    """
+    ranges = {
+        key: f"{get(cfg, key)} given; expected {rule.expected}."
+        for key, rule in _RANGES.items()
+        if not rule.holds(get(cfg, key))
+    }
+    findings: list[tuple[tuple[str, ...], str]] = [
+        ((key,), text) for key, text in ranges.items() if key not in skip
+    ]
+    for rules in (
+        _run,
+        _replay,
+        _lengths,
+        _algorithm,
+        _unused,
+        _model,
+        check_task,
+        check_cluster,
+        _wandb,
+    ):
+        findings += [(keys, text) for keys, text in rules(cfg) if not set(keys) & {*ranges, *skip}]
+    return [(keys, f"{keys[0]}: {text}") for keys, text in findings]
 
 
 def get(cfg: Config, key: str) -> Any:
@@ -131,168 +134,156 @@ def get(cfg: Config, key: str) -> Any:
     return value
 
 
-def _run(cfg: Config) -> Iterator[Finding]:
+def _run(cfg: Config) -> Found:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", cfg.run.name or "made-at-submission"):
-        yield Finding(
-            keys=("run.name",),
-            text=f"run.name: {cfg.run.name!r} given; expected a directory name of letters, digits, "
-            "dots, dashes and underscores. Use run.runs_dir to choose where it is made.",
+        yield (
+            ("run.name",),
+            f"{cfg.run.name!r} given; expected a directory name of letters, digits, dots, dashes "
+            "and underscores. Use run.runs_dir to choose where it is made.",
         )
     parent = Path(cfg.run.runs_dir).absolute()
     while not parent.exists():
         parent = parent.parent
     if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
-        yield Finding(
-            keys=("run.runs_dir",),
-            text=f"run.runs_dir: {cfg.run.runs_dir} cannot be made, {parent} is no directory you "
-            "may write to. Choose another with --run.runs_dir.",
+        yield (
+            ("run.runs_dir",),
+            f"{cfg.run.runs_dir} cannot be made, {parent} is no directory you may write to. "
+            "Choose another with --run.runs_dir.",
         )
 
 
-def _replay(cfg: Config) -> Iterator[Finding]:
+def _replay(cfg: Config) -> Found:
     n_engines = cfg.generator.n_engines
     if cfg.run.replay_of is None and n_engines < 1:
-        yield Finding(
-            keys=("generator.n_engines",),
-            text=f"generator.n_engines: {n_engines} given; expected at least 1.",
+        yield (
+            ("generator.n_engines",),
+            f"{n_engines} given; expected at least 1.",
         )
     if cfg.run.replay_of is not None and n_engines != 0:
-        yield Finding(
-            keys=("run.replay_of", "generator.n_engines"),
-            text=f"run.replay_of: {cfg.run.replay_of} given; expected nothing, since "
-            "`slurm-grpo replay` sets it, with generator.n_engines = 0. Leave it out.",
+        yield (
+            ("run.replay_of", "generator.n_engines"),
+            f"{cfg.run.replay_of} given; expected nothing, since `slurm-grpo replay` sets it, "
+            "with generator.n_engines = 0. Leave it out.",
         )
 
 
-def _lengths(cfg: Config) -> Iterator[Finding]:
+def _lengths(cfg: Config) -> Found:
     engine, sampling = cfg.generator.engine, cfg.generator.sampling
     if sampling.max_new_tokens >= engine.max_model_len:
-        yield Finding(
-            keys=("generator.sampling.max_new_tokens", "generator.engine.max_model_len"),
-            text=f"generator.sampling.max_new_tokens: {sampling.max_new_tokens} leaves no token "
-            f"for a prompt; expected less than generator.engine.max_model_len = "
-            f"{engine.max_model_len}. Raise that, or lower this.",
+        yield (
+            ("generator.sampling.max_new_tokens", "generator.engine.max_model_len"),
+            f"{sampling.max_new_tokens} leaves no token for a prompt; expected less than "
+            f"generator.engine.max_model_len = {engine.max_model_len}. Raise that, or lower this.",
         )
     if engine.max_num_batched_tokens < engine.max_model_len:
-        yield Finding(
-            keys=("generator.engine.max_num_batched_tokens", "generator.engine.max_model_len"),
-            text=f"generator.engine.max_num_batched_tokens: {engine.max_num_batched_tokens} could "
-            "split a prompt, which the CPU engine cannot do with seeds; expected at least "
-            f"generator.engine.max_model_len = {engine.max_model_len}. Raise it.",
+        yield (
+            ("generator.engine.max_num_batched_tokens", "generator.engine.max_model_len"),
+            f"{engine.max_num_batched_tokens} could split a prompt, which the CPU engine cannot "
+            "do with seeds; expected at least generator.engine.max_model_len = "
+            f"{engine.max_model_len}. Raise it.",
         )
     if engine.max_num_batched_tokens < engine.max_num_seqs:
-        yield Finding(
-            keys=("generator.engine.max_num_batched_tokens", "generator.engine.max_num_seqs"),
-            text=f"generator.engine.max_num_batched_tokens: {engine.max_num_batched_tokens} is "
-            "less than one token for each of generator.engine.max_num_seqs = "
-            f"{engine.max_num_seqs}. Raise it, or lower max_num_seqs.",
+        yield (
+            ("generator.engine.max_num_batched_tokens", "generator.engine.max_num_seqs"),
+            f"{engine.max_num_batched_tokens} is less than one token for each of "
+            f"generator.engine.max_num_seqs = {engine.max_num_seqs}. Raise it, or lower "
+            "max_num_seqs.",
         )
     budget = cfg.trainer.tokens_per_microbatch
     if budget < engine.max_model_len:
-        yield Finding(
-            keys=("trainer.tokens_per_microbatch", "generator.engine.max_model_len"),
-            text=f"trainer.tokens_per_microbatch: {budget} cannot hold the longest prompt plus "
-            f"completion, generator.engine.max_model_len = {engine.max_model_len} tokens. Raise "
-            "it, or lower max_model_len.",
+        yield (
+            ("trainer.tokens_per_microbatch", "generator.engine.max_model_len"),
+            f"{budget} cannot hold the longest prompt plus completion, "
+            f"generator.engine.max_model_len = {engine.max_model_len} tokens. Raise it, or lower "
+            "max_model_len.",
         )
     if "" in sampling.stop:
-        yield Finding(
-            keys=("generator.sampling.stop",),
-            text="generator.sampling.stop: holds an empty text, which would end every completion "
-            "at once. Remove it.",
+        yield (
+            ("generator.sampling.stop",),
+            "holds an empty text, which would end every completion at once. Remove it.",
         )
 
 
-def _algorithm(cfg: Config) -> Iterator[Finding]:
+def _algorithm(cfg: Config) -> Found:
     n_engines, groups = cfg.generator.n_engines, cfg.algorithm.groups_per_step
     if n_engines > groups and cfg.algorithm.max_staleness == 0:
-        yield Finding(
-            keys=("generator.n_engines", "algorithm.groups_per_step", "algorithm.max_staleness"),
-            text=f"generator.n_engines: {n_engines} engines share algorithm.groups_per_step = "
+        yield (
+            ("generator.n_engines", "algorithm.groups_per_step", "algorithm.max_staleness"),
+            f"{n_engines} engines share algorithm.groups_per_step = "
             f"{groups} groups a step, so {n_engines - groups} would idle. Lower it to {groups}, "
             "raise groups_per_step, or allow algorithm.max_staleness.",
         )
 
 
-def _unused(cfg: Config) -> Iterator[Finding]:
+def _unused(cfg: Config) -> Found:
     """Settings that would be read by nobody, or lack their partner: a misunderstanding."""
     schedule, scorer, task = cfg.trainer.schedule, cfg.task.scorer, cfg.task
     if schedule.decay == "constant" and schedule.min_lr_ratio != 0.0:
-        yield Finding(
-            keys=("trainer.schedule.min_lr_ratio", "trainer.schedule.decay"),
-            text=f"trainer.schedule.min_lr_ratio: {schedule.min_lr_ratio} has no effect with "
-            "trainer.schedule.decay = constant. Choose linear or cosine, or leave it out.",
+        yield (
+            ("trainer.schedule.min_lr_ratio", "trainer.schedule.decay"),
+            f"{schedule.min_lr_ratio} has no effect with trainer.schedule.decay = constant. "
+            "Choose linear or cosine, or leave it out.",
         )
     if scorer.regex is not None and scorer.name != "regex":
-        yield Finding(
-            keys=("task.scorer.regex", "task.scorer.name"),
-            text=f"task.scorer.regex: has no effect with task.scorer.name = {scorer.name}. "
-            "Set the name to regex, or leave it out.",
+        yield (
+            ("task.scorer.regex", "task.scorer.name"),
+            f"has no effect with task.scorer.name = {scorer.name}. Set the name to regex, or "
+            "leave it out.",
         )
     if scorer.module_dir is not None and ":" not in scorer.name:
-        yield Finding(
-            keys=("task.scorer.module_dir", "task.scorer.name"),
-            text=f"task.scorer.module_dir: has no effect with task.scorer.name = {scorer.name}. "
-            "Set the name to module:function, or leave it out.",
+        yield (
+            ("task.scorer.module_dir", "task.scorer.name"),
+            f"has no effect with task.scorer.name = {scorer.name}. Set the name to "
+            "module:function, or leave it out.",
         )
     keep, keep_steps = cfg.staging.keep, cfg.staging.keep_steps
     if (keep == "recent") != (keep_steps is not None):
-        yield Finding(
-            keys=("staging.keep_steps", "staging.keep"),
-            text=f"staging.keep_steps: {keep_steps} given with staging.keep = {keep}; expected a "
-            "number of steps with recent, and nothing otherwise. Set both, or leave it out.",
+        yield (
+            ("staging.keep_steps", "staging.keep"),
+            f"{keep_steps} given with staging.keep = {keep}; expected a number of steps with "
+            "recent, and nothing otherwise. Set both, or leave it out.",
         )
     for key, value in (("task.path", task.path), ("task.eval_path", task.eval_path)):
         if value is not None and task.name != "jsonl":
-            yield Finding(
-                keys=(key, "task.name"),
-                text=f"{key}: has no effect with task.name = {task.name}. Set the name to jsonl, "
-                "or leave it out.",
+            yield (
+                (key, "task.name"),
+                f"has no effect with task.name = {task.name}. Set the name to jsonl, or leave it "
+                "out.",
             )
 
 
-def _model(cfg: Config) -> Iterator[Finding]:
+def _model(cfg: Config) -> Found:
     if not cfg.model.path:
-        yield Finding(
-            keys=("model.path",),
-            text="model.path: missing; expected a Hugging Face model directory (config.json, "
+        yield (
+            ("model.path",),
+            "missing; expected a Hugging Face model directory (config.json, "
             "safetensors, tokenizer). Add `model: {path: ...}`, or pass --model.path.",
         )
         return
     problems = model_support.check_model_dir(cfg.model.path)
     for problem in problems:
-        yield Finding(keys=("model.path",), text=f"model.path: {problem}")
+        yield (("model.path",), problem)
     if not problems:
         shape = model_support.read_model_shape(cfg.model.path)
         longest = shape.max_position_embeddings
         if cfg.generator.engine.max_model_len > longest:
-            yield Finding(
-                keys=("generator.engine.max_model_len", "model.path"),
-                text=f"generator.engine.max_model_len: {cfg.generator.engine.max_model_len} given; "
-                f"this model has {longest} positions (max_position_embeddings). Lower it.",
+            yield (
+                ("generator.engine.max_model_len", "model.path"),
+                f"{cfg.generator.engine.max_model_len} given; this model has {longest} positions "
+                "(max_position_embeddings). Lower it.",
             )
         width = cfg.generator.engine.tensor_parallel
         if shape.n_heads % width or (shape.n_kv_heads % width and width % shape.n_kv_heads):
-            yield Finding(
-                keys=("generator.engine.tensor_parallel", "model.path"),
-                text=f"generator.engine.tensor_parallel: {width} cannot split this model's "
-                f"{shape.n_heads} attention and {shape.n_kv_heads} key/value heads evenly. "
-                "Choose a divisor of both.",
+            yield (
+                ("generator.engine.tensor_parallel", "model.path"),
+                f"{width} cannot split this model's {shape.n_heads} attention and "
+                f"{shape.n_kv_heads} key/value heads evenly. Choose a divisor of both.",
             )
 
 
-def _task(cfg: Config) -> Iterator[Finding]:
-    if cfg.run.replay_of is not None:
-        return  # its prompts and answers are in the episodes
-    for keys, text in task_checks.check_task(cfg):
-        yield Finding(keys=keys, text=f"{keys[0]}: {text}")
-
-
-def _cluster(cfg: Config) -> Iterator[Finding]:
-    for keys, text in check_cluster(cfg):
-        yield Finding(keys=keys, text=text)
+def _wandb(cfg: Config) -> Found:
     if cfg.wandb.enabled and not cfg.wandb.project:
-        yield Finding(
-            keys=("wandb.project",),
-            text="wandb.project: empty; expected a project name. Set it, or leave it out.",
+        yield (
+            ("wandb.project",),
+            "empty; expected a project name. Set it, or leave it out.",
         )

@@ -1,8 +1,8 @@
 """What must hold for the sections `cluster` and `site`: what Slurm would refuse, or let wait for
 ever.
 
-Called by `config_checks.py`. Yields the keys involved, the one to change first, and a text that
-begins with it. Whether directories are shared between nodes cannot be seen from here; `slurm-grpo
+Called by `config_checks.py`. Yields the keys involved, the one to change first, and what is wrong
+with it. Whether directories are shared between nodes cannot be seen from here; `slurm-grpo
 doctor` looks.
 """
 
@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
-from typing import TypeAlias
 
 from slurm_grpo.config import Config, NodesConfig
 from slurm_grpo.errors import ConfigError
 from slurm_grpo.slurm.durations import limit_seconds
-from slurm_grpo.slurm.partitions import impossible_requests, read_partitions
+from slurm_grpo.slurm.partitions import Found, impossible_requests, read_partitions
 from slurm_grpo.slurm.script import node_groups, threads_by_node
-
-Found: TypeAlias = Iterator[tuple[tuple[str, ...], str]]
 
 MIN_TRAINING_S = 60
 """Between a job's start and its signal; Slurm looks every 30 s only."""
@@ -45,8 +41,8 @@ def _python(cfg: Config) -> Found:
     if shutil.which(python) is None:
         yield (
             ("cluster.python",),
-            f"cluster.python: {python} is no program; expected the interpreter of an environment "
-            "with torch and vLLM. Leave it out to use the launching one.",
+            f"{python} is no program; expected the interpreter of an environment with torch and "
+            "vLLM. Leave it out to use the launching one.",
         )
 
 
@@ -56,21 +52,16 @@ def _limits(cfg: Config) -> Found:
     if not limit_s:
         yield (
             ("cluster.time_limit",),
-            f"cluster.time_limit: {cluster.time_limit!r} given; expected minutes, H:M:S or "
-            "D-H:M:S, such as 90, 4:00:00 or 2-12:00:00.",
+            f"{cluster.time_limit!r} given; expected minutes, H:M:S or D-H:M:S, such as 90, "
+            "4:00:00 or 2-12:00:00.",
         )
     elif not 0 < cluster.signal_s <= limit_s - MIN_TRAINING_S:
         yield (
             ("cluster.signal_s", "cluster.time_limit"),
-            f"cluster.signal_s: {cluster.signal_s} seconds before the end of {cluster.time_limit} "
+            f"{cluster.signal_s} seconds before the end of {cluster.time_limit} "
             f"({limit_s} s) leave less than {MIN_TRAINING_S} s to train; expected 1 to "
             f"{max(1, limit_s - MIN_TRAINING_S)}. Raise the time limit, or choose the time that a "
             "step and a checkpoint take.",
-        )
-    if cluster.max_requeues < 0:
-        yield (
-            ("cluster.max_requeues",),
-            f"cluster.max_requeues: {cluster.max_requeues} given; expected at least 0.",
         )
 
 
@@ -81,12 +72,12 @@ def _groups(cfg: Config) -> Found:
             if value is not None and value < least:
                 yield (
                     (f"{key}.{name}",),
-                    f"{key}.{name}: {value} given; expected at least {least}.",
+                    f"{value} given; expected at least {least}.",
                 )
         if nodes.mem_gib is not None and nodes.mem_gib < 1:
             yield (
                 (f"{key}.mem_gib",),
-                f"{key}.mem_gib: {nodes.mem_gib} given; expected at least 1.",
+                f"{nodes.mem_gib} given; expected at least 1.",
             )
         yield from _flags(f"{key}.flags", nodes.flags)
 
@@ -96,7 +87,7 @@ def _flags(key: str, flags: tuple[str, ...], example: str = "--reservation=cours
         if not _FLAG.fullmatch(flag):
             yield (
                 (key,),
-                f"{key}: {flag!r} given; expected a long flag with its value after `=`, such as "
+                f"{flag!r} given; expected a long flag with its value after `=`, such as "
                 f"{example}.",
             )
 
@@ -109,9 +100,8 @@ def _unused(cfg: Config) -> Found:
         if getattr(cfg.cluster, name) != NodesConfig():
             yield (
                 (f"cluster.{name}", "cluster.allocation"),
-                f"cluster.{name}: has no effect with cluster.allocation = "
-                f"{cfg.cluster.allocation}, which reads {reads}. Move it there, or change the "
-                "allocation.",
+                f"has no effect with cluster.allocation = {cfg.cluster.allocation}, which reads "
+                f"{reads}. Move it there, or change the allocation.",
             )
 
 
@@ -120,22 +110,22 @@ def _sizes(cfg: Config) -> Found:
     try:
         threads = threads_by_node(cfg)
     except ConfigError as error:
-        key, _, _ = str(error).partition(":")
-        yield (key,), str(error)
+        key, _, text = str(error).partition(": ")
+        yield (key,), text
         return
     for (key, nodes), on_nodes in zip(node_groups(cfg).items(), threads, strict=True):
         if n_idle := on_nodes.count(0):
             yield (
                 (f"{key}.nodes",),
-                f"{key}.nodes: {nodes.nodes}, of which {n_idle} would have no process. Lower it to "
+                f"{nodes.nodes}, of which {n_idle} would have no process. Lower it to "
                 f"{nodes.nodes - n_idle}, or raise generator.n_engines or trainer.n_ranks.",
             )
         if nodes.cpus_per_node is not None and nodes.cpus_per_node < max(on_nodes):
             yield (
                 (f"{key}.cpus_per_node",),
-                f"{key}.cpus_per_node: {nodes.cpus_per_node}, but the processes on one node have "
-                f"{max(on_nodes)} threads (generator.threads, trainer.threads). Raise it, lower "
-                "those, or leave it out.",
+                f"{nodes.cpus_per_node}, but the processes on one node have {max(on_nodes)} "
+                "threads (generator.threads, trainer.threads). Raise it, lower those, or leave "
+                "it out.",
             )
     if partitions := read_partitions():
         yield from impossible_requests(cfg, partitions)
@@ -148,14 +138,13 @@ def _site(cfg: Config) -> Found:
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             yield (
                 ("site.remove_flags",),
-                f"site.remove_flags: {name!r} given; expected a flag's name without dashes, such "
-                "as mem.",
+                f"{name!r} given; expected a flag's name without dashes, such as mem.",
             )
     for setting in cfg.site.environment:
         if not re.fullmatch(r"[A-Za-z_]\w*=[^\n]*", setting):
             yield (
                 ("site.environment",),
-                f"site.environment: {setting!r} given; expected NAME=VALUE.",
+                f"{setting!r} given; expected NAME=VALUE.",
             )
 
 
@@ -166,20 +155,19 @@ def _container(cfg: Config) -> Found:
         if site.container == kind and not getattr(site, name):
             yield (
                 (f"site.{name}", "site.container"),
-                f"site.{name}: missing; site.container = {kind} needs it. Set it, or set container "
-                "to none.",
+                f"missing; site.container = {kind} needs it. Set it, or set container to none.",
             )
         elif site.container != kind and getattr(site, name):
             yield (
                 (f"site.{name}", "site.container"),
-                f"site.{name}: has no effect with site.container = {site.container}. Set that to "
-                f"{kind}, or leave it out.",
+                f"has no effect with site.container = {site.container}. Set that to {kind}, or "
+                "leave it out.",
             )
     if site.container != "none" and cfg.cluster.python is None:
         yield (
             ("cluster.python", "site.container"),
-            f"cluster.python: missing; with site.container = {site.container} the roles need the "
-            "interpreter inside the container. Set it, for example to python3.",
+            f"missing; with site.container = {site.container} the roles need the interpreter "
+            "inside the container. Set it, for example to python3.",
         )
 
 
@@ -187,6 +175,6 @@ def _paths(cfg: Config) -> Found:
     if "%" in cfg.run.runs_dir:
         yield (
             ("run.runs_dir",),
-            f"run.runs_dir: {cfg.run.runs_dir} has a %, which Slurm replaces in file names. Choose "
-            "another directory.",
+            f"{cfg.run.runs_dir} has a %, which Slurm replaces in file names. Choose another "
+            "directory.",
         )

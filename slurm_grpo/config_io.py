@@ -95,7 +95,7 @@ def load_config(
         cfg = with_value(cfg, "run.name", name)
     if check:
         found = config_checks.check(cfg, skip=bad_keys)
-        problems += [problem(finding.keys[0], finding.text) for finding in found]
+        problems += [problem(keys[0], text) for keys, text in found]
     if problems:
         raise ConfigError(_report(path, problems))
     return cfg
@@ -103,7 +103,7 @@ def load_config(
 
 def check_config(cfg: Config) -> list[str]:
     """Every reason why this configuration cannot run, each beginning with its dotted key."""
-    return [found.text for found in config_checks.check(cfg)]
+    return [text for _, text in config_checks.check(cfg)]
 
 
 def freeze_config(cfg: Config, path: Path, *, replace: bool = True) -> bool:

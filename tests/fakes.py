@@ -142,7 +142,7 @@ def wait_for_groups(context: RoleContext, step: int) -> list[int] | None:
         view = context.client.view
         if view["unsynced"]:
             hand_over(context, step - 1)
-        found = context.client.wait_for(complete, 0.5, f"groups of step {step}", missing_ok=True)
+        found = context.client.poll_for(complete, 0.5)
         if found is not None:
             return found if isinstance(found, list) else None
 

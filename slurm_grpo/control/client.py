@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar
 
 import zmq
 
@@ -113,37 +113,22 @@ class ControlClient:
             self._unconfirmed.append((self._last_seq, self._frame(self._last_seq, kind, body)))
         self._wake()
 
-    @overload
-    def wait_for(
-        self,
-        predicate: Callable[[View], T | None],
-        timeout_s: float,
-        what: str,
-        *,
-        missing_ok: Literal[False] = False,
-    ) -> T: ...
-    @overload
-    def wait_for(
-        self,
-        predicate: Callable[[View], T | None],
-        timeout_s: float,
-        what: str,
-        *,
-        missing_ok: Literal[True],
-    ) -> T | None: ...
-    def wait_for(
-        self,
-        predicate: Callable[[View], T | None],
-        timeout_s: float,
-        what: str,
-        *,
-        missing_ok: bool = False,
-    ) -> T | None:
-        """What `predicate` makes of the view, once that is neither None nor False.
+    def wait_for(self, predicate: Callable[[View], T | None], timeout_s: float, what: str) -> T:
+        """Like `poll_for`, but raises DeadlineExceeded, naming `what`, instead of None."""
+        value = self.poll_for(predicate, timeout_s)
+        if value is None:
+            raise DeadlineExceeded(
+                f"{self._peer}: waited {timeout_s:g} s for {what}. "
+                f"{who_is_missing(self.view)}Start with {self._supervisor_log}"
+            )
+        return value
+
+    def poll_for(self, predicate: Callable[[View], T | None], timeout_s: float) -> T | None:
+        """What `predicate` makes of the view, once that is neither None nor False; None if that
+        takes longer.
 
         Only views are shown to it that take account of everything sent before the call. Raises
-        Stopped when the view says stop, and DeadlineExceeded, naming `what`, after `timeout_s`
-        (with `missing_ok`: returns None).
+        Stopped when the view says stop.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -162,15 +147,9 @@ class ControlClient:
                     and self._failure is None
                 ):
                     left = deadline - time.monotonic()
-                    if left > 0:
-                        self._changed.wait(left)
-                    elif missing_ok:
+                    if left <= 0:
                         return None
-                    else:
-                        raise DeadlineExceeded(
-                            f"{self._peer}: waited {timeout_s:g} s for {what}. "
-                            f"{who_is_missing(view)}Start with {self._supervisor_log}"
-                        )
+                    self._changed.wait(left)
 
     def flush(self, timeout_s: float) -> None:
         """Return once the scheduler has taken everything sent so far; `view` is then as new."""

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -164,24 +164,16 @@ class PolicyGroup:
         return f"policy group epoch {self.epoch}, rank {self.rank} of {self.world_size}"
 
 
+@dataclass(eq=False, slots=True)
 class Broadcast:
     """An operation under way."""
 
-    def __init__(
-        self,
-        group: PolicyGroup,
-        work: Any,
-        tensor: Tensor,
-        watcher: threading.Timer | None,
-        limit_s: float,
-        ends: float,
-    ) -> None:
-        self._group = group
-        self._work = work
-        self._tensor = tensor
-        self._watcher = watcher
-        self._limit_s = limit_s
-        self._ends = ends  # on time.monotonic's clock
+    _group: PolicyGroup
+    _work: Any
+    _tensor: Tensor
+    _watcher: threading.Timer | None
+    _limit_s: float
+    _ends: float  # on time.monotonic's clock
 
     def wait(self) -> None:
         """Block until the operation is done; raises SyncError or DeadlineExceeded."""
@@ -256,23 +248,13 @@ def _build_nccl(store: Store, rank: int, world_size: int, timeout: timedelta) ->
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = 2 * timeout  # our watcher comes first
-    with _environment(
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
-    ):  # else a failure tears the whole process down
-        return nccl(store, rank, world_size, options)
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    others = os.environ.get(name, "3")  # 3 is torch's default
+    os.environ[name] = "0"  # else a failure tears the whole process down
     try:
-        yield
+        return nccl(store, rank, world_size, options)
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        os.environ[name] = others
 
 
 def _watch(group: Any, limit_s: float) -> threading.Timer:

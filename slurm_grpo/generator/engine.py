@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slurm_grpo.config import Config
-from slurm_grpo.errors import ConfigError, DeadlineExceeded, SyncError
+from slurm_grpo.errors import DeadlineExceeded, SyncError
 from slurm_grpo.types import Completion, FinishReason, Prompt
 
 if TYPE_CHECKING:
@@ -110,18 +110,11 @@ class Engine:
     ) -> None:
         """Queue `n` completions of a prompt; completion i samples with seed `sample_seed + i`.
 
-        (`tag`, `group_id`) comes back in the FinishedGroup. Raises ConfigError when prompt and
-        completion cannot fit.
+        (`tag`, `group_id`) comes back in the FinishedGroup. That prompt and completion fit is
+        checked where the prompt is rendered.
         """
         self._check_usable()
-        engine, sampling = self._cfg.generator.engine, self._sampling
-        if len(prompt.token_ids) + sampling.max_new_tokens > engine.max_model_len:
-            raise ConfigError(
-                f"group {group_id} of {prompt.task}: a prompt of {len(prompt.token_ids)} tokens "
-                f"plus generator.sampling.max_new_tokens {sampling.max_new_tokens} exceeds "
-                f"generator.engine.max_model_len {engine.max_model_len}. "
-                "Raise max_model_len or drop the prompt."
-            )
+        sampling = self._sampling
         group = _Admitted(
             group_id=group_id,
             tag=tag,

@@ -98,7 +98,7 @@ class GeneratorLoop:
             if self._engine.n_unfinished:
                 self._step()
             else:
-                self._client.wait_for(self._has_work, IDLE_S, "work", missing_ok=True)
+                self._client.poll_for(self._has_work, IDLE_S)
 
     def _has_work(self, view: dict[str, Any]) -> bool | None:
         new_groups = orders(view) - self._admitted

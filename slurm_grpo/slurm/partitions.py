@@ -132,8 +132,7 @@ class _Request:
             given = names or "none given, and the cluster has no default"
             yield (
                 (f"{key}.partition",),
-                f"{key}.partition: {given}; expected one of {', '.join(self._known)}. Choose one "
-                "of them.",
+                f"{given}; expected one of {', '.join(self._known)}. Choose one of them.",
             )
             return
         limits = [limit for p in self._chosen if (limit := p.limit_s) is not None]
@@ -141,7 +140,7 @@ class _Request:
         if len(limits) == len(self._chosen) and asked_s > max(limits):
             yield (
                 ("cluster.time_limit", f"{key}.partition"),
-                f"cluster.time_limit: {self._cfg.cluster.time_limit} is more than the "
+                f"{self._cfg.cluster.time_limit} is more than the "
                 f"{max(limits) // 60} minutes that partition {names} allows. Lower it: the run "
                 "requeues itself and continues.",
             )
@@ -154,7 +153,7 @@ class _Request:
             )
             yield (
                 (f"{key}.nodes", f"{key}.partition"),
-                f"{key}.nodes: {nodes.nodes} node(s) with {self._cpus} CPUs, {nodes.gpus_per_node} "
+                f"{nodes.nodes} node(s) with {self._cpus} CPUs, {nodes.gpus_per_node} "
                 f"GPUs{mem} each, but partition {names} has {n_fitting} such node(s): {inventory}. "
                 "The job would wait for ever. Ask for less, or for another partition.",
             )
@@ -177,7 +176,7 @@ def _together(first: _Request, second: _Request) -> Found:
     if n_asked > n_hosts:
         yield (
             ("cluster.trainers.nodes", "cluster.generators.nodes"),
-            f"cluster.trainers.nodes: {second.nodes.nodes} and cluster.generators.nodes: "
+            f"{second.nodes.nodes} and cluster.generators.nodes: "
             f"{first.nodes.nodes} are {n_asked} nodes, but their partitions have {n_hosts} such "
             "node(s) together, and two components never share one. The job would wait for ever. "
             "Ask for less, for another partition, or use cluster.allocation = split.",

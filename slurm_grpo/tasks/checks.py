@@ -18,12 +18,12 @@ from slurm_grpo.config import Config, ScorerConfig
 from slurm_grpo.tasks import judges
 from slurm_grpo.tasks.jsonl import Row, read_rows
 
-TaskProblem = tuple[tuple[str, ...], str]
-"""The dotted keys involved, the one to change first; what is wrong with it."""
 
-
-def check_task(cfg: Config) -> Iterator[TaskProblem]:
-    """Every problem of `cfg.task`, rows included."""
+def check_task(cfg: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every problem of `cfg.task`, rows included: the dotted keys involved, the one to change
+    first, and what is wrong with it."""
+    if cfg.run.replay_of is not None:
+        return  # its prompts and answers are in the episodes
     for key, text in scorer_problems(cfg.task.scorer):
         yield (f"task.scorer.{key}",), text
     if cfg.task.name != "jsonl":

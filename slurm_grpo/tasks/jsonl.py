@@ -34,7 +34,6 @@ class JsonlRows:
 
     def __init__(self, cfg: TaskConfig, seed: int) -> None:
         self._seed = seed
-        self._chat_template = cfg.chat_template
         self._train = _read_or_raise(cfg.path)
         self._eval = _read_or_raise(cfg.eval_path) if cfg.eval_path is not None else []
         self._epoch = -1
@@ -53,8 +52,7 @@ class JsonlRows:
 
     def _prompt(self, row: Row) -> PromptSpec:
         if isinstance(row.prompt, str):
-            messages = [{"role": "user", "content": row.prompt}] if self._chat_template else None
-            return PromptSpec(task=NAME, messages=messages, text=row.prompt, target=row.answer)
+            return PromptSpec(task=NAME, messages=None, text=row.prompt, target=row.answer)
         return PromptSpec(task=NAME, messages=row.prompt, text=None, target=row.answer)
 
 

@@ -165,8 +165,7 @@ class TrainerLoop:
             plan = self._picker.poll(step)
             return None if plan is None else ("plan", plan)
 
-        what = f"the groups of step {step}"
-        return self._client.wait_for(outcome, POLL_S, what, missing_ok=True) or ("idle", None)
+        return self._client.poll_for(outcome, POLL_S) or ("idle", None)
 
     def _read(self, plan: StepPlan) -> list[Group]:
         """This rank's slice of the step, in the plan's order."""
@@ -256,16 +255,14 @@ class TrainerLoop:
         self._progress("training", **row)
 
     def _poll_evaluation(self, step: int, deadline: float) -> tuple[str, Any]:
-        what = f"the evaluation of version {step}"
-
         def outcome(view: dict[str, Any]) -> tuple[str, Any] | None:
             if result := view["evals"].get(f"step-{step}"):
                 return "result", result
             return ("resync", None) if view["unsynced"] else None
 
         if time.monotonic() > deadline:
-            return self._client.wait_for(outcome, 0.0, what)
-        return self._client.wait_for(outcome, POLL_S, what, missing_ok=True) or ("idle", None)
+            return self._client.wait_for(outcome, 0.0, f"the evaluation of version {step}")
+        return self._client.poll_for(outcome, POLL_S) or ("idle", None)
 
     def _write(self, step: int, row: dict[str, float]) -> None:
         if self._metrics is not None:

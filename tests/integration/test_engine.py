@@ -95,16 +95,6 @@ def test_groups_are_told_apart_by_tag_and_a_probe_in_between_loses_none(engine: 
     }
 
 
-def test_prompt_that_cannot_fit_is_refused_with_the_setting_to_change(engine: Peer) -> None:
-    with pytest.raises(
-        PeerError,
-        match=r"ConfigError: group 9 of test: a prompt of 233 tokens plus .*max_model_len 256",
-    ):
-        engine.call("admit", group_id=9, token_ids=[50] * 233)
-    assert engine.call("n_unfinished") == 0
-    assert generate(engine, group_id=9, token_ids=[50] * 232)
-
-
 @pytest.mark.slow
 def test_seeded_generation_repeats_in_a_fresh_process(model: Path) -> None:
     settings = engine_settings(model, load_weights=True)

@@ -101,8 +101,7 @@ environment: [NCCL_DEBUG]
 )
 def test_what_cannot_work_is_refused(cfg: Config, expected: str) -> None:
     [(keys, text)] = check_cluster(cfg)
-    assert text.startswith(expected)
-    assert text.startswith(f"{keys[0]}:")
+    assert f"{keys[0]}: {text}".startswith(expected)
 
 
 def test_a_cluster_section_does_not_hinder_a_local_run() -> None:
@@ -154,9 +153,8 @@ def test_a_request_that_would_wait_for_ever_is_named(
     changes: dict[str, object], expected: str | None
 ) -> None:
     nodes = NodesConfig(**changes)  # type: ignore[arg-type]
-    found = [
-        text for _, text in impossible_requests(slurm(time_limit="60", trainers=nodes), PARTITIONS)
-    ]
+    cfg = slurm(time_limit="60", trainers=nodes)
+    found = [f"{keys[0]}: {text}" for keys, text in impossible_requests(cfg, PARTITIONS)]
     assert len(found) == (expected is not None)
     assert expected is None or expected in found[0]
 

@@ -150,7 +150,7 @@ def test_a_wait_ends_with_a_text_that_names_what_and_whom(plane: Plane) -> None:
     assert text.endswith(
         f" s ago, log {plane.attempt.log('engine-0')}. Start with {plane.attempt.log('supervisor')}"
     )
-    assert engine.wait_for(lambda view: None, 0.05, "nothing", missing_ok=True) is None
+    assert engine.poll_for(lambda view: None, 0.05) is None
 
 
 # Errors
