@@ -41,14 +41,14 @@ class OpenShard:
     def __getitem__(self, path: str) -> Array:
         """The whole dataset; text as JSON bytes."""
         if path not in self._read:
-            self._read[path] = layout.read_column(self._file, layout.BY_PATH[path])
+            self._read[path] = layout.read_column(self._file, path)
         return self._read[path]
 
     def span(self, path: str, first: int, stop: int) -> Array:
         """Rows `first` to `stop` of a dataset."""
         if path in self._read:
             return self._read[path][first:stop]
-        return layout.read_column(self._file, layout.BY_PATH[path], (first, stop))
+        return layout.read_column(self._file, path, (first, stop))
 
     def raw(self, path: str, rows: Array) -> Array:
         """Rows of a text dataset as JSON bytes; of few rows no others are read."""

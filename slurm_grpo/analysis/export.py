@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -67,7 +67,8 @@ def export_episodes(
         raise AnalysisError(f"{out}: suffix {out.suffix!r}; expected one of {', '.join(WRITERS)}.")
     if tokens and out.suffix == ".csv":
         raise AnalysisError(f"{out}: CSV has no lists. Write tokens to .parquet or .jsonl.")
-    n_rows, writer, unfinished = 0, None, partial(out)
+    writer: Any = None
+    n_rows, unfinished = 0, partial(out)
     with storage_errors("write", out):
         try:
             try:
@@ -116,16 +117,8 @@ def _lists(shard: OpenShard, name: str, rows: Array) -> Any:
     return lists if len(rows) == len(lists) else lists.take(pa.array(rows))
 
 
-class Writer(Protocol):
-    """What pyarrow's own writers have in common."""
-
-    def write_table(self, table: Any) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class JsonLines:
-    """A JSON object per row; pyarrow has no such writer."""
+    """A JSON object per row, with the methods of pyarrow's writers, which has none for it."""
 
     def __init__(self, path: Path, schema: Any) -> None:
         self._file = path.open("w", encoding="utf-8")
@@ -137,13 +130,12 @@ class JsonLines:
         self._file.close()
 
 
-def _parquet(path: Path, schema: Any) -> Writer:
+def _parquet(path: Path, schema: Any) -> Any:
     """Dictionaries for what repeats; they only cost time on tokens and texts."""
     repeating = [n for n in ("task", "shard", "finish_reason") if n in schema.names]
-    writer: Writer = pa.parquet.ParquetWriter(
+    return pa.parquet.ParquetWriter(
         path, schema, compression="zstd", compression_level=1, use_dictionary=repeating
     )
-    return writer
 
 
 WRITERS = {".parquet": _parquet, ".csv": pa.csv.CSVWriter, ".jsonl": JsonLines}

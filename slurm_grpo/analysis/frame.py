@@ -14,7 +14,7 @@ import ast
 import logging
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -136,11 +136,7 @@ class RunData:
         include_superseded: bool = False,
     ) -> Iterator[pd.DataFrame]:
         """`episodes` as one frame per shard, to go through a run that does not fit into memory."""
-        wanted = self.chosen(columns)
-
-        def read(shard: OpenShard, rows: Array) -> pd.DataFrame:
-            return _table(shard, rows, wanted)
-
+        read = partial(_table, columns=self.chosen(columns))
         return self.map_shards(read, where, include_superseded=include_superseded)
 
     def map_shards(
@@ -154,9 +150,8 @@ class RunData:
         there are any. For readers that want more of a shard than columns."""
         named = _named_in(where, self.episode_columns())
         for shard in self.index.shards:
-            rows = np.arange(shard.episode_offsets[-1])
-            if not include_superseded:
-                rows = rows[~np.repeat(shard.superseded, np.diff(shard.episode_offsets))]
+            counts = include_superseded | ~shard.superseded
+            rows = np.flatnonzero(np.repeat(counts, np.diff(shard.episode_offsets)))
             result = self._apply(shard, rows, named, where, action)
             if result is not None:
                 yield result
@@ -170,18 +165,14 @@ class RunData:
     ) -> pd.DataFrame:
         """One row per group (prompt); arguments as for `episodes`."""
         wanted, named = _chosen(GROUP_COLUMNS, columns), _named_in(where, GROUP_COLUMNS)
-        batches = []
-
-        def read(opened: OpenShard, rows: Array) -> pd.DataFrame:
-            return _table(opened, rows, wanted)
-
-        for shard in self.index.shards:
-            rows = np.arange(len(shard.group_ids))
-            rows = rows if include_superseded else rows[~shard.superseded]
-            frame = self._apply(shard, rows, named, where, read)
-            if frame is not None:
-                batches.append(frame)
-        return _joined(batches, list(wanted))
+        read = partial(_table, columns=wanted)
+        frames = [
+            self._apply(
+                shard, np.flatnonzero(include_superseded | ~shard.superseded), named, where, read
+            )
+            for shard in self.index.shards
+        ]
+        return _joined([frame for frame in frames if frame is not None], list(wanted))
 
     def tokens(self, episode_id: int | Sequence[int]) -> pd.DataFrame:
         """One row per completion token of an episode, or of several, in the order asked for.

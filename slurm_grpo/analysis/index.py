@@ -131,12 +131,12 @@ def _read_entry(
         size_bytes = (index.run.root / path).stat().st_size
         if size_bytes != name.size_bytes:
             raise ShardError(f"has {size_bytes} of {name.size_bytes} bytes")
-        group_ids = _column(file, "groups/group_id")
-        offsets = _column(file, "groups/episode_offsets")
+        group_ids = layout.read_column(file, "groups/group_id")
+        offsets = layout.read_column(file, "groups/episode_offsets")
         steps = np.array([trained.get(path, {}).get(g, 0) for g in group_ids.tolist()], "i8")
         superseded = np.zeros(len(group_ids), bool)
         if limit is not None and name.version > limit and len(group_ids):
-            versions = _column(file, "episodes/policy_version_max")
+            versions = layout.read_column(file, "episodes/policy_version_max")
             # A replay trains on another run's shards, whose attempts are not its own.
             superseded = (np.maximum.reduceat(versions, offsets[:-1]) > limit) & (steps == 0)
         return ShardEntry(
@@ -166,7 +166,3 @@ def _keep_one_copy(shards: list[ShardEntry]) -> None:
     for shard in shards:
         shard.superseded[:] |= is_copy[first : first + len(shard.group_ids)]
         first += len(shard.group_ids)
-
-
-def _column(file: h5py.File, path: str) -> Array:
-    return layout.read_column(file, layout.BY_PATH[path])

@@ -16,8 +16,13 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from slurm_grpo.analysis import report_charts as charts
+from slurm_grpo.analysis.frame import open_run
+from slurm_grpo.analysis.report_charts import Chart
+from slurm_grpo.analysis.report_episodes import episodes_html
+from slurm_grpo.analysis.report_facts import Change, Facts
 from slurm_grpo.analysis.terminal import add_run, say
 from slurm_grpo.attempt import record_path
 from slurm_grpo.checkpoint_dirs import read_resumed_from
@@ -27,26 +32,6 @@ from slurm_grpo.config_values import option_types
 from slurm_grpo.errors import ExitCode
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.run_state import read_json, stand
-
-if TYPE_CHECKING:
-    from slurm_grpo.analysis.report_charts import Chart
-    from slurm_grpo.analysis.report_facts import Change, Facts
-
-MAX_ROWS = 400
-"""Steps in the table; of a longer run every n-th is shown."""
-STEP_COLUMNS = {
-    "reward/mean": "reward",
-    "accuracy/train": "accuracy",
-    "completion/length_mean": "length",
-    "staleness/mean": "staleness",
-    "trainer/loss": "loss",
-    "trainer/grad_norm": "gradient norm",
-    "trainer/clip_fraction": "clipped",
-    "trainer/mismatch_k3_nats": "mismatch k3",
-    "trainer/entropy_nats": "entropy",
-    "trainer/step_s": "seconds",
-    "trainer/wait_for_groups_s": "of it waiting",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,9 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the file and say where it is."""
-    from slurm_grpo.analysis.frame import open_run
-    from slurm_grpo.analysis.report_facts import Facts
-
     output = arguments.output or arguments.run / "report.html"
     page = build_report(Facts(open_run(arguments.run), arguments.score))
     write_durably(output, page.encode("utf-8", "replace"))
@@ -72,9 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def build_report(facts: Facts) -> str:
     """The whole page."""
-    from slurm_grpo.analysis import report_charts as charts
-    from slurm_grpo.analysis.report_episodes import episodes_html
-
     standing = stand(facts.run.run)
     sections = {
         "In short": _cards(facts) + _notes(facts),
@@ -84,7 +63,6 @@ def build_report(facts: Facts) -> str:
         "On-policy": _figures(charts.policy_charts(facts)),
         "Training": _figures(charts.training_charts(facts)),
         "Time": _figures(charts.time_charts(facts)),
-        "Steps": _steps(facts),
         "Attempts": _attempts(facts),
         "Configuration": _configuration(facts),
     }
@@ -288,18 +266,6 @@ def _tasks(facts: Facts) -> str:
             ]
         )
     return f"<h3>By task</h3>{_table(header, rows)}"
-
-
-def _steps(facts: Facts) -> str:
-    every = -(-len(facts.steps) // MAX_ROWS) or 1
-    chosen = facts.steps[::every]
-    known = {key: name for key, name in STEP_COLUMNS.items() if any(key in row for row in chosen)}
-    rows = [[row["step"], *(_number(row.get(key), 4) for key in known)] for row in chosen]
-    title = "Every step" if every == 1 else f"Every {every}th step"
-    if not rows:
-        return '<p class="missing">No step was logged yet.</p>'
-    table = _table(["step", *known.values()], rows)
-    return f"<details><summary>{title}, as numbers</summary>{table}</details>"
 
 
 def _attempts(facts: Facts) -> str:

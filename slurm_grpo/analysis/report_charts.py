@@ -44,10 +44,15 @@ def learning_charts(facts: Facts) -> list[Chart]:
         )
         charts.append(_lines(facts, title, caption, lines))
     charts.append(_parts(facts, tasks))
+    errors = [
+        (row["step"], row["episodes/n_errors"] / row["episodes/n"])
+        for row in facts.steps
+        if row.get("episodes/n")
+    ]
     shares = {
         "right answers": facts.points("accuracy/train"),
         "groups of equal rewards": facts.points("groups/zero_spread_fraction"),
-        "scoring errors": _ratio(facts, "episodes/n_errors", "episodes/n"),
+        "scoring errors": ([s for s, _ in errors], [share for _, share in errors]),
     }
     caption = "Shares of a step's episodes or groups. Groups of equal rewards teach nothing."
     charts.append(_lines(facts, "What steps were made of", caption, shares))
@@ -116,22 +121,16 @@ def policy_charts(facts: Facts) -> list[Chart]:
 
 
 def training_charts(facts: Facts) -> list[Chart]:
-    """Clipping, loss, gradient, entropy, learning rate, memory."""
+    """Clipping, loss, gradient, entropy."""
     wanted = {
         "Clipping": ("clip_fraction", "Share of trained tokens whose gradient the clip removed."),
         "Loss": ("loss", "Of the clipped objective; its size says little, its jumps do."),
         "Gradient norm": ("grad_norm", "Before clipping to max_grad_norm."),
         "Entropy": ("entropy_nats", "Of trained tokens, nats. Towards 0: no more exploration."),
-        "Learning rate": ("lr", "As scheduled."),
     }
-    steps, memory = facts.points("trainer/memory_bytes")
-    gib = {"peak": (steps, [value / 2**30 for value in memory])}
     return [
-        *(
-            _lines(facts, title, caption, {title.lower(): facts.points(f"trainer/{key}")})
-            for title, (key, caption) in wanted.items()
-        ),
-        _lines(facts, "Trainer memory", "Most that rank 0 has held so far, GiB.", gib),
+        _lines(facts, title, caption, {title.lower(): facts.points(f"trainer/{key}")})
+        for title, (key, caption) in wanted.items()
     ]
 
 
@@ -149,11 +148,9 @@ def time_charts(facts: Facts) -> list[Chart]:
         "generated": facts.points("generator/tokens_per_s"),
         "trained": facts.points("trainer/tokens_per_s"),
     }
-    pause = {"engines paused": facts.points("generator/pause_s")}
     return [
         Chart("Seconds per step", "Each phase of the trainer's step.", svg),
         _lines(facts, "Tokens per second", "While the side in question was at work.", speed),
-        _lines(facts, "Engine pauses", "Seconds without decoding at each new version.", pause),
     ]
 
 
@@ -205,11 +202,6 @@ def _lines(
     values = [value for points in found.values() for value in points[1]]
     log = log and min(values) > 0 and max(values) > 20 * min(values)
     return Chart(title, caption, plots.line_chart(title, found, log=log))
-
-
-def _ratio(facts: Facts, above: str, below: str) -> Points:
-    found = [(r["step"], r[above] / r[below]) for r in facts.steps if r.get(below)]
-    return [x for x, _ in found], [y for _, y in found]
 
 
 def _missing(title: str) -> Chart:

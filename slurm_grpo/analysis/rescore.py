@@ -14,20 +14,30 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slurm_grpo import config_io
+from slurm_grpo.analysis.frame import open_run
+from slurm_grpo.analysis.index import RunIndex, ShardEntry, read_index
+from slurm_grpo.analysis.rescored import (
+    ERROR,
+    REWARD,
+    Rescoring,
+    description_path,
+    read_description,
+    read_scores,
+    write_description,
+    write_scores,
+)
 from slurm_grpo.analysis.terminal import add_run, say
 from slurm_grpo.config import ScorerConfig
 from slurm_grpo.errors import ConfigError, ExitCode, ShardError
 from slurm_grpo.fsio import sweep_temporaries
 from slurm_grpo.rundir import RunDir
+from slurm_grpo.staging.layout import MAX_SAMPLES
+from slurm_grpo.staging.shards import read_groups, read_ref
 from slurm_grpo.tasks.checks import scorer_problems
 from slurm_grpo.tasks.scorer import Scorer
-
-if TYPE_CHECKING:
-    from slurm_grpo.analysis.index import RunIndex, ShardEntry
-    from slurm_grpo.analysis.rescored import Rescoring
 
 SAY_EVERY_S = 10.0
 
@@ -59,8 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Score what has no score of this name yet, then say how the means compare."""
-    from slurm_grpo.analysis.index import read_index
-
     index = read_index(arguments.run)
     cfg = scorer_config(index.run, arguments)
     logging.getLogger(Scorer.__module__).setLevel(logging.ERROR)  # errors are counted and shown
@@ -98,8 +106,6 @@ def rescore(index: RunIndex, cfg: ScorerConfig, name: str) -> int:
     Raises ConfigError when `name` belongs to another scorer, ScorerLimitExceeded beyond
     `max_errors`. Shards that were finished before stay finished.
     """
-    from slurm_grpo.analysis.rescored import read_scores
-
     rescoring = _describe(index.run, name, cfg)
     folder = index.run.rescored / name
     sweep_temporaries(folder)
@@ -127,10 +133,6 @@ def _score_shard(
     index: RunIndex, shard: ShardEntry, scorer: Scorer, rescoring: Rescoring
 ) -> Rescoring:
     """Score one shard, whose bytes are checked against its CRC; the rescoring, with new parts."""
-    from slurm_grpo.analysis.rescored import write_description, write_scores
-    from slurm_grpo.staging.layout import MAX_SAMPLES
-    from slurm_grpo.staging.shards import read_groups, read_ref
-
     try:
         ref = read_ref(index.run, shard.path, deadline_s=0.0)
         groups = read_groups(index.run, ref, shard.group_ids.tolist(), deadline_s=0.0)
@@ -153,13 +155,6 @@ def _score_shard(
 def _describe(run: RunDir, name: str, cfg: ScorerConfig) -> Rescoring:
     """The rescoring of this name, begun now if it is new. Raises ConfigError when it is another
     scorer's, or the scorer's code has changed since: its scores would be mixed with these."""
-    from slurm_grpo.analysis.rescored import (
-        Rescoring,
-        description_path,
-        read_description,
-        write_description,
-    )
-
     scorer = {"name": cfg.name, "regex": cfg.regex, "code_sha256": _code_sha256(cfg)}
     path = description_path(run, name)
     if not path.exists():
@@ -186,9 +181,6 @@ def _code_sha256(cfg: ScorerConfig) -> str | None:
 
 def _result(run: RunDir, name: str, n_new: int, n_shards: int) -> str:
     """The closing lines: what there is now, and both means."""
-    from slurm_grpo.analysis.frame import open_run
-    from slurm_grpo.analysis.rescored import ERROR, REWARD
-
     columns: list[Any] = ["reward", "is_error", name + REWARD, name + ERROR]
     table = open_run(run.root).episodes(columns)
     old = table["reward"][~table["is_error"].astype(bool)]

@@ -164,29 +164,22 @@ def rescored_columns(run: RunDir) -> dict[str, TableColumn]:
     not been rescored."""
     found: dict[str, TableColumn] = {}
     for rescoring in list_rescorings(run):
-        name, scorer = rescoring.name, rescoring.scorer["name"]
-        folder = run.rescored / name
-        found[name + REWARD] = TableColumn(partial(_rewards, folder), f"Reward by {scorer}")
-        found[name + ERROR] = TableColumn(
-            partial(_errors, folder), f"Why {scorer} failed; missing: it did not"
-        )
-        for part in rescoring.part_names:
-            found[name + PART + part] = TableColumn(
-                partial(_parts, folder, part), f"Reward part {part} by {scorer}"
-            )
+        name, by, folder = rescoring.name, rescoring.scorer["name"], run.rescored / rescoring.name
+        for part in (None, *rescoring.part_names):
+            column = name + (REWARD if part is None else PART + part)
+            what = f"Reward by {by}" if part is None else f"Reward part {part} by {by}"
+            found[column] = TableColumn(partial(_rewards, folder, part), what)
+        what = f"Why {by} failed; missing: it did not"
+        found[name + ERROR] = TableColumn(partial(_errors, folder), what)
     return found
 
 
-def _rewards(folder: Path, shard: OpenShard, rows: Array) -> Array:
+def _rewards(folder: Path, part: str | None, shard: OpenShard, rows: Array) -> Array:
+    """New rewards, or one of their parts."""
     scores = _scores(folder, shard)
-    return np.full(len(rows), np.nan, "f4") if scores is None else scores.reward[rows]
-
-
-def _parts(folder: Path, name: str, shard: OpenShard, rows: Array) -> Array:
-    scores = _scores(folder, shard)
-    if scores is None or name not in scores.parts:
+    if scores is None or (part is not None and part not in scores.parts):
         return np.full(len(rows), np.nan, "f4")
-    return scores.parts[name][rows]
+    return (scores.reward if part is None else scores.parts[part])[rows]
 
 
 def _errors(folder: Path, shard: OpenShard, rows: Array) -> Array:

@@ -19,6 +19,8 @@ from slurm_grpo.analysis.terminal import add_run, say, table, warn_of_damage, wi
 from slurm_grpo.errors import ExitCode
 
 MISMATCH = "trainer/mismatch_k3_nats"
+MAX_ROWS = 20
+"""More policy versions are joined, several to a row."""
 LEGEND = """\
 reward    mean of the episodes that scored, as are its parts, the last columns
 length    completion tokens; cut: share of episodes that the length limit ended
@@ -30,15 +32,12 @@ mismatch  trainer against generator on the same tokens (k3, nats); 0: none"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument(
-        "--rows", type=int, default=20, help="most rows of versions (default: 20), which are joined"
-    )
     parser.add_argument("--score", metavar="NAME", help="rewards of this rescoring instead")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    opened, rows = open_run(arguments.run), max(1, arguments.rows)
-    say(summary_text(opened, max_rows=rows, max_width=width(), score=arguments.score))
+    opened = open_run(arguments.run)
+    say(summary_text(opened, max_rows=MAX_ROWS, max_width=width(), score=arguments.score))
     warn_of_damage(opened)
     return ExitCode.OK
 

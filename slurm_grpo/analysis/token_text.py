@@ -18,23 +18,17 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a decoder makes of bytes that do not end a character yet."""
 
 
-def find_tokenizer(run: RunDir, model_path: str | None) -> Path | None:
-    """The run's tokenizer.json: the model's, or that of its newest export."""
-    exports = sorted(run.hf_exports.glob("step_*"), reverse=True)
-    for folder in [Path(model_path), *exports] if model_path else exports:
-        if (folder / "tokenizer.json").is_file():
-            return folder / "tokenizer.json"
-    return None
-
-
 def load_tokenizer(run: RunDir, model_path: str | None) -> Any | None:
-    """A `tokenizers.Tokenizer`; None without the package or the file."""
-    path = find_tokenizer(run, model_path)
-    if path is None or importlib.util.find_spec("tokenizers") is None:
+    """The model's `tokenizers.Tokenizer`, or that of the run's newest export; None without the
+    package or a file."""
+    exports = sorted(run.hf_exports.glob("step_*"), reverse=True)
+    folders = [Path(model_path), *exports] if model_path else exports
+    paths = [f / "tokenizer.json" for f in folders if (f / "tokenizer.json").is_file()]
+    if not paths or importlib.util.find_spec("tokenizers") is None:
         return None
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(path))
+    return Tokenizer.from_file(str(paths[0]))
 
 
 def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:

@@ -252,7 +252,7 @@ def read_header(file: h5py.File) -> ShardHeader:
 def read_all(file: h5py.File) -> Columns:
     """Read and check every column of a whole file. Raises ShardError saying what is wrong."""
     check_header(file)
-    columns = Columns({c.path: read_column(file, c) for c in COLUMNS}, part_names(file))
+    columns = Columns({path: read_column(file, path) for path in BY_PATH}, part_names(file))
     _check_counts(file, columns)
     tokens = columns["episodes/token_offsets"]
     if not np.isfinite(columns["tokens/logprob"]).all():
@@ -283,16 +283,16 @@ def read_slab(file: h5py.File, first: int, stop: int) -> Columns:
     data: dict[str, Array] = {}
 
     def span_of(path: str, span: tuple[int, int]) -> tuple[int, int]:
-        offsets = read_column(file, BY_PATH[path], span)
+        offsets = read_column(file, path, span)
         data[path] = offsets - offsets[0]
         return int(offsets[0]), int(offsets[-1])
 
     spans["Tp"] = span_of("groups/prompt_offsets", spans["P+1"])
     spans["N"] = span_of("groups/episode_offsets", spans["P+1"])
     spans["T"] = span_of("episodes/token_offsets", (spans["N"][0], spans["N"][1] + 1))
-    for column in COLUMNS:
-        if column.path in NEEDED_TO_READ and column.path not in data:
-            data[column.path] = read_column(file, column, spans[column.axis])
+    for path in NEEDED_TO_READ:
+        if path not in data:
+            data[path] = read_column(file, path, spans[BY_PATH[path].axis])
     return Columns(data, part_names(file))
 
 
@@ -412,15 +412,15 @@ def _set_attribute(owner: h5py.h5g.GroupID | h5py.h5d.DatasetID, name: str, valu
     h5py.h5a.create(owner, name.encode(), kind, space).write(values)
 
 
-def read_column(file: h5py.File, column: Column, span: tuple[int, int] | None = None) -> Array:
+def read_column(file: h5py.File, path: str, span: tuple[int, int] | None = None) -> Array:
     """The rows of `span` (None: all) in this program's type for the column; text as UTF-8 bytes."""
     try:
-        dataset = h5py.h5d.open(file.id, column.path.encode())
+        dataset = h5py.h5d.open(file.id, path.encode())
     except KeyError as error:
-        raise ShardError(f"dataset {column.path} is missing") from error
+        raise ShardError(f"dataset {path} is missing") from error
     n_rows, *rest = dataset.shape
     first, stop = span or (0, n_rows)
-    values = np.empty((stop - first, *rest), column.dtype)
+    values = np.empty((stop - first, *rest), BY_PATH[path].dtype)
     if values.size:
         rows = dataset.get_space()
         rows.select_hyperslab((first, *(0 for _ in rest)), values.shape)

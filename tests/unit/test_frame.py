@@ -64,9 +64,9 @@ def test_only_the_columns_asked_for_are_read(run: RunDir, monkeypatch: pytest.Mo
     read = []
     whole = layout.read_column
 
-    def recording(file: object, column: layout.Column, span: object = None) -> object:
-        read.append(column.path)
-        return whole(file, column, span)  # type: ignore[arg-type]
+    def recording(file: object, path: str, span: object = None) -> object:
+        read.append(path)
+        return whole(file, path, span)  # type: ignore[arg-type]
 
     monkeypatch.setattr(layout, "read_column", recording)
     table = opened.episodes(["reward"], where="n_tokens == 4 and task == 'addition'")
