@@ -106,8 +106,28 @@ class StepFeed:
         return [row for row in self.rows if "trainer/step_s" in row]
 
     @property
+    def last(self) -> Row:
+        """The row of the last step; empty before the first."""
+        return self.steps[-1] if self.steps else {}
+
+    @property
     def n_steps(self) -> int:
-        return max((row["step"] for row in self.rows if "trainer/step_s" in row), default=0)
+        return int(self.last.get("step", 0))
+
+    @property
+    def rewards(self) -> list[float]:
+        """Mean reward of every step that has one."""
+        return [row["reward/mean"] for row in self.steps if row.get("reward/mean") is not None]
+
+    def remaining_s(self, n_total: int) -> float | None:
+        """Seconds the steps up to `n_total` will take at the pace of the last ten; None before the
+        first."""
+        recent = [row["trainer/step_s"] for row in self.steps[-10:]]
+        return sum(recent) / len(recent) * (n_total - self.n_steps) if recent else None
+
+    def eta(self, n_total: int) -> str:
+        seconds = self.remaining_s(n_total)
+        return "-" if seconds is None else clock(seconds)
 
 
 class PlainLines:
@@ -153,9 +173,7 @@ class PlainLines:
                 if key.startswith("eval/") and key.rpartition("/")[2] in ("accuracy", "reward")
             )
             return f"evaluated after step {row['step']}: {values}"
-        phases = ", ".join(
-            f"{phase} {row[key]:.1f}" for phase, key in PHASES.items() if row.get(key) is not None
-        )
+        phases = ", ".join(f"{phase} {s:.1f}" for phase, s in _phase_seconds(row).items())
         return (
             f"step {row['step']}/{self._n_total}  reward {number(row.get('reward/mean'))}  "
             f"accuracy {number(row.get('accuracy/train'))}  "
@@ -163,7 +181,7 @@ class PlainLines:
             f"{row['trainer/step_s']:.1f} s ({phases})  "
             f"tokens/s {number(row.get('generator/tokens_per_s'), 0)} generated, "
             f"{number(row.get('trainer/tokens_per_s'), 0)} trained  "
-            f"ETA {_eta(self._feed, self._n_total)}"
+            f"ETA {self._feed.eta(self._n_total)}"
         )
 
 
@@ -196,7 +214,7 @@ class LivePanel:
 
     def render(self, state: RunState, elapsed_s: float) -> RenderableType:
         """The panel for the rows read so far."""
-        last = self._feed.steps[-1] if self._feed.steps else {}
+        last = self._feed.last
         total = self._cfg.run.steps
         head = Table.grid(expand=True, padding=(0, 1))
         head.add_column(width=22, no_wrap=True)
@@ -205,14 +223,15 @@ class LivePanel:
         head.add_row(
             Text(state.phase, style="bold"),
             ProgressBar(total=max(total, 1), completed=self._feed.n_steps),
-            f"step {self._feed.n_steps}/{total}  ETA {_eta(self._feed, total)}",
+            f"step {self._feed.n_steps}/{total}  ETA {self._feed.eta(total)}",
         )
         parts: list[RenderableType] = [head]
         if last or self._feed.rows:
             parts += [Text(), self._numbers(last), Text()]
         if last:
             parts.append(_phase_bars(last))
-        parts += [Text(), _peer_line(state.peers)]
+        peers = "   ".join(f"{peer}: {word}" for peer, word in state.peers.items())
+        parts += [Text(), Text(peers, style="dim", overflow="fold")]
         return Panel(
             Group(*parts),
             title=f"{self._run.root.name}  seed {self._cfg.run.seed}",
@@ -226,14 +245,13 @@ class LivePanel:
         )
 
     def _numbers(self, last: Row) -> RenderableType:
-        rewards = [r["reward/mean"] for r in self._feed.steps if r.get("reward/mean") is not None]
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", width=14, no_wrap=True)
         table.add_column()
         room = max(10, min(40, self._console.width - 46))
         if last:
             reward = Text(f"{number(last.get('reward/mean'))} ")
-            reward.append(sparkline(rewards, room), style="green")
+            reward.append(sparkline(self._feed.rewards, room), style="green")
             reward.append(f"  accuracy {number(last.get('accuracy/train'))}")
             table.add_row("reward", reward)
         for name, points in evaluations(self._feed.rows).items():
@@ -325,22 +343,15 @@ def _phase_bars(row: Row) -> RenderableType:
     table.add_column(ratio=1)
     total = row["trainer/step_s"]
     table.add_row("a step", _seconds(total), Text())
-    for phase, key in PHASES.items():
-        seconds = row.get(key)
-        if seconds is None or phase == "pause":  # the pause lies inside `sync`
-            continue
-        table.add_row(
-            _PHASE_LABELS[phase],
-            _seconds(seconds),
-            ProgressBar(total=max(total, 1e-9), completed=seconds),
-        )
+    for phase, seconds in _phase_seconds(row).items():
+        if phase != "pause":  # it lies inside `sync`
+            bar = ProgressBar(total=max(total, 1e-9), completed=seconds)
+            table.add_row(_PHASE_LABELS[phase], _seconds(seconds), bar)
     return table
 
 
-def _peer_line(peers: Mapping[str, str]) -> RenderableType:
-    text = Text(style="dim", overflow="fold")
-    text.append("   ".join(f"{peer}: {word}" for peer, word in peers.items()))
-    return text
+def _phase_seconds(row: Row) -> dict[str, float]:
+    return {phase: row[key] for phase, key in PHASES.items() if row.get(key) is not None}
 
 
 def before_after(points: Mapping[str, float | None]) -> str:
@@ -371,15 +382,3 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def remaining_s(feed: StepFeed, n_total: int) -> float | None:
-    """Seconds the steps up to `n_total` will take at the pace of the last ten; None before the
-    first."""
-    recent = [row["trainer/step_s"] for row in feed.steps[-10:]]
-    return sum(recent) / len(recent) * (n_total - feed.n_steps) if recent else None
-
-
-def _eta(feed: StepFeed, n_total: int) -> str:
-    seconds = remaining_s(feed, n_total)
-    return "-" if seconds is None else clock(seconds)

@@ -29,7 +29,6 @@ from slurm_grpo.display import (
     before_after,
     clock,
     number,
-    remaining_s,
     sparkline,
 )
 from slurm_grpo.errors import ExitCode
@@ -61,10 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
 def build_report(run: RunDir, cfg: Config, standing: Standing) -> dict[str, Any]:
     """Everything `status` knows; a value is None where there is none yet. Times in seconds."""
     feed = StepFeed(run)
-    last = feed.steps[-1] if feed.steps else {}
-    rewards = [r["reward/mean"] for r in feed.steps if r.get("reward/mean") is not None]
+    last, rewards = feed.last, feed.rewards
     is_at_work = standing.word in ("starting", "running")  # nobody knows how long a queue is
-    remaining = remaining_s(feed, cfg.run.steps) if is_at_work else None
+    remaining = feed.remaining_s(cfg.run.steps) if is_at_work else None
     warnings, n_restarts = _read_log(run, standing.attempt)
     record = standing.record
     wall_s = time.time() - record["started_unix"] if standing.word == "running" else None

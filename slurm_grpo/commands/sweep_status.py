@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slurm_grpo.config_io import read_frozen
-from slurm_grpo.display import StepFeed, clock, number, remaining_s, sparkline
+from slurm_grpo.display import StepFeed, clock, number, sparkline
 from slurm_grpo.errors import ExitCode
 from slurm_grpo.run_state import Standing, stand_where_possible, tally
 from slurm_grpo.sweep import ElementRow, compress, find_sweep, short_names
@@ -50,8 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _cells(row: ElementRow, standing: Standing, keys: list[str]) -> list[str | Text]:
     feed = StepFeed(row.run)
     n_total = read_frozen(row.run.config).run.steps
-    rewards = [r["reward/mean"] for r in feed.steps if r.get("reward/mean") is not None]
-    seconds = remaining_s(feed, n_total) if standing.is_alive else None
+    rewards = feed.rewards
+    seconds = feed.remaining_s(n_total) if standing.is_alive else None
     state = standing.word
     if standing.job_ids:
         state += f" {standing.job_ids[0]}"

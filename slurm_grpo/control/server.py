@@ -148,8 +148,11 @@ class ControlServer:
         wake = self._wake_r.fileno()
         for source in (self._zap, self._router, wake):
             poller.register(source, zmq.POLLIN)
-        while not self._is_closing:
-            ready = dict(poller.poll(int(1000 * (ACK_S if self._owed else TICK_S))))
+        is_last = False
+        while not is_last:
+            is_last = self._is_closing  # one more turn: something may have changed since the last
+            sleep_s = 0.0 if is_last else ACK_S if self._owed else TICK_S
+            ready = dict(poller.poll(int(1000 * sleep_s)))
             if wake in ready:
                 self._wake_r.recv(4096)
             if self._zap in ready:
