@@ -121,7 +121,7 @@ def freeze_config(cfg: Config, path: Path, *, replace: bool = True) -> bool:
 def config_yaml(cfg: Config) -> str:
     """`cfg` as YAML, every value spelled out, sections in the order of the schema."""
     # ASCII: PyYAML writes U+0085 as it is, and reads it back as a line break.
-    return yaml.safe_dump(_plain(cfg), sort_keys=False, width=100)
+    return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, width=100)
 
 
 def read_frozen(path: Path) -> Config:
@@ -139,12 +139,6 @@ def read_frozen(path: Path) -> Config:
     if reader.problems:
         raise ConfigError(_report(path, _in_file(reader)))
     return cfg
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _reader(path: Path, *, prefix: str = "") -> YamlReader:

@@ -159,7 +159,8 @@ class YamlReader:
                 self._bad(key_node, key, f"given twice, first in line {self.lines[key]}.")
             self.lines[key] = key_node.start_mark.line + 1
             if name not in hints:
-                hint = nearest(key, _keys_in(hints, prefix))
+                inside = option_types(type(base), prefix)  # type: ignore[arg-type]
+                hint = nearest(key, dict.fromkeys([*(prefix + n for n in hints), *inside]))
                 if "." in name:
                     section, _, rest = name.partition(".")
                     hint = f"Sections are nested: write `{rest}` in the section `{section}:`."
@@ -190,13 +191,3 @@ class YamlReader:
             return convert(hint, texts)
         expected = "a list of single values" if is_tuple else _describe(inner)
         raise BadValue(f"expected {expected}, not a list or section")
-
-
-def _keys_in(hints: dict[str, Any], prefix: str) -> Iterable[str]:
-    """Dotted keys under `prefix`: the fields of this section, and of the sections inside it."""
-    for name, hint in hints.items():
-        if dataclasses.is_dataclass(hint):
-            yield prefix + name
-            yield from option_types(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
-        else:
-            yield prefix + name

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
@@ -29,12 +29,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 _CACHE_PREFIX = "slurm_grpo_engine_"
-_FINISH_REASONS: dict[str, FinishReason] = {
-    "stop": "stop",
-    "length": "length",
-    "abort": "abort",
-    "error": "error",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,7 +251,7 @@ class Engine:
 def _completion(output: Any, t_submit: float) -> Completion:
     """Convert vLLM's output of one finished request."""
     sampled = output.outputs[0]
-    if sampled.finish_reason not in _FINISH_REASONS:
+    if sampled.finish_reason not in get_args(FinishReason):
         raise ValueError(f"vLLM ended a request with the unknown reason {sampled.finish_reason!r}")
     versions = np.full(len(sampled.token_ids), -1, dtype=np.int32)
     for span in sampled.weight_versions or ():
@@ -269,7 +263,7 @@ def _completion(output: Any, t_submit: float) -> Completion:
         token_ids=np.asarray(sampled.token_ids, dtype=np.int32),
         logprobs=np.asarray(sampled.logprobs.logprobs, dtype=np.float32),
         policy_versions=versions,
-        finish_reason=_FINISH_REASONS[sampled.finish_reason],
+        finish_reason=sampled.finish_reason,
         text=sampled.text,
         t_submit=t_submit,
         t_first_token=to_unix + output.metrics.first_token_ts,
@@ -382,7 +376,7 @@ def _build_llm_engine(cfg: Config, seed: int, load_format: str) -> LLMEngine:
         distributed_executor_backend="mp" if engine.tensor_parallel > 1 else None,
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=max(engine.max_num_batched_tokens, engine.max_model_len),
+        max_num_batched_tokens=engine.max_num_batched_tokens,
         block_size=engine.block_size,
         enforce_eager=engine.enforce_eager,
         enable_prefix_caching=True,

@@ -16,7 +16,7 @@ from typing import Any
 
 from slurm_grpo.config import Config, ScorerConfig
 from slurm_grpo.tasks import judges
-from slurm_grpo.tasks.jsonl import Row, read_rows
+from slurm_grpo.tasks.jsonl import Row, read_rows, shortened
 
 
 def check_task(cfg: Config) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -34,10 +34,11 @@ def check_task(cfg: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             "missing; task.name = jsonl needs a file of rows with prompt and answer. Add it, or "
             "pass --task.path.",
         )
-    for key, path in (("task.path", cfg.task.path), ("task.eval_path", cfg.task.eval_path)):
-        if path is None:
+    for key, name in (("task.path", cfg.task.path), ("task.eval_path", cfg.task.eval_path)):
+        if name is None:
             continue
-        rows, problems = read_rows(Path(path))
+        path = Path(name)
+        rows, problems = read_rows(path)
         problems += _answer_problems(path, rows, cfg.task.scorer)
         for problem in problems:
             yield (key,), problem
@@ -111,7 +112,7 @@ def _defined_names(tree: ast.Module) -> set[str]:
     return names
 
 
-def _answer_problems(path: str, rows: list[Row], cfg: ScorerConfig) -> list[str]:
+def _answer_problems(path: Path, rows: list[Row], cfg: ScorerConfig) -> list[str]:
     """Answers that the built-in scorer could never accept."""
     if cfg.name not in judges.BUILT_IN:
         return []
@@ -124,13 +125,13 @@ def _answer_problems(path: str, rows: list[Row], cfg: ScorerConfig) -> list[str]
         else:
             continue
         problems.append(f"{path}:{row.line}: `answer` is {row.answer!r}; expected {expected}.")
-    return _shortened(path, problems)
+    return shortened(path, problems)
 
 
 _LENGTH_KEYS = ("generator.engine.max_model_len", "generator.sampling.max_new_tokens")
 
 
-def _length_problems(path: str, rows: list[Row], cfg: Config) -> list[str]:
+def _length_problems(path: Path, rows: list[Row], cfg: Config) -> list[str]:
     """Rows whose prompt cannot fit even without the chat template's own tokens."""
     room = cfg.generator.engine.max_model_len - cfg.generator.sampling.max_new_tokens
     # No tokenizer of the supported families makes more tokens than bytes of a text.
@@ -147,7 +148,7 @@ def _length_problems(path: str, rows: list[Row], cfg: Config) -> list[str]:
                 "(generator.engine.max_model_len - generator.sampling.max_new_tokens). Remove the "
                 "row, or raise max_model_len."
             )
-    return _shortened(path, problems)
+    return shortened(path, problems)
 
 
 def _text(row: Row) -> str:
@@ -163,9 +164,3 @@ def _load_tokenizer(model: Path) -> Any:
         return None
     file = model / "tokenizer.json"
     return Tokenizer.from_file(str(file)) if file.is_file() else None
-
-
-def _shortened(path: str, problems: list[str], limit: int = 20) -> list[str]:
-    if len(problems) <= limit:
-        return problems
-    return [*problems[:limit], f"{path}: {len(problems) - limit} more rows have such problems."]

@@ -65,11 +65,8 @@ def _read_or_raise(path: str | None) -> list[Row]:
     return rows
 
 
-def read_rows(path: Path, *, max_problems: int = 20) -> tuple[list[Row], list[str]]:
-    """The rows of a file, and `file:line: reason` for each line that cannot be used.
-
-    After `max_problems` reasons the others are only counted.
-    """
+def read_rows(path: Path) -> tuple[list[Row], list[str]]:
+    """The rows of a file, and `file:line: reason` for each line that cannot be used."""
     rows: list[Row] = []
     problems: list[str] = []
     try:
@@ -88,10 +85,13 @@ def read_rows(path: Path, *, max_problems: int = 20) -> tuple[list[Row], list[st
         problems.append(
             f'{path}: has no rows; expected lines like {{"prompt": "...", "answer": "..."}}.'
         )
-    if len(problems) > max_problems:
-        more = len(problems) - max_problems
-        problems = [*problems[:max_problems], f"{path}: {more} more rows cannot be used."]
-    return rows, problems
+    return rows, shortened(path, problems)
+
+
+def shortened(path: Path, problems: list[str], limit: int = 20) -> list[str]:
+    """The first problems; the others are only counted."""
+    more = [f"{path}: {len(problems) - limit} more rows have such problems."]
+    return problems[:limit] + more if len(problems) > limit else problems
 
 
 def _parse(line: bytes, number: int) -> Row | str:

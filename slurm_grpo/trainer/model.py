@@ -180,19 +180,18 @@ def build_model_config(shape: ModelShape, cfg: TrainerConfig, device: torch.devi
 
 
 def _rope_config(shape: ModelShape, max_seq_len: int) -> Any:
+    common: dict[str, Any] = {
+        "dim": shape.head_dim,
+        "max_seq_len": max_seq_len,
+        "theta": shape.rope_theta,
+    }
     if shape.family == "qwen3":
-        return titan.CosSinRoPE.Config(
-            dim=shape.head_dim, max_seq_len=max_seq_len, theta=shape.rope_theta
-        )
-    if shape.rope_llama3 is None:
-        return titan.ComplexRoPE.Config(
-            dim=shape.head_dim, max_seq_len=max_seq_len, theta=shape.rope_theta
-        )
+        return titan.CosSinRoPE.Config(**common)
     llama3 = shape.rope_llama3
+    if llama3 is None:
+        return titan.ComplexRoPE.Config(**common)
     return titan.ComplexRoPE.Config(
-        dim=shape.head_dim,
-        max_seq_len=max_seq_len,
-        theta=shape.rope_theta,
+        **common,
         scaling="llama",
         scaling_factor=llama3["factor"],
         low_freq_factor=llama3["low_freq_factor"],

@@ -291,7 +291,7 @@ def test_malformed_rows_are_refused_with_file_line_and_reason(
 def test_many_malformed_rows_are_counted_not_listed(folder: Path) -> None:
     text = refusal(rows_config(folder, "[]\n" * 100))
     assert text.count("\n") == 22
-    assert "80 more rows cannot be used" in text
+    assert "80 more rows have such problems" in text
 
 
 def test_a_file_without_rows_is_refused(folder: Path) -> None:
