@@ -26,13 +26,21 @@ from slurm_grpo.errors import ConfigError, ExitCode, SlurmGrpoError
 from slurm_grpo.outcome import Ending
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.allocation import Allocation, read_allocation
-from slurm_grpo.slurm.requeue import Act, next_act, requeue, wait_for_successor
+from slurm_grpo.slurm.requeue import (
+    Act,
+    next_act,
+    requeue,
+    wait_for_successor,
+    why_told_to_end,
+)
 from slurm_grpo.slurm.srun_steps import SrunLauncher
 from slurm_grpo.summary import Summary, is_done
 from slurm_grpo.supervisor import supervise
 
 _REQUEUED_S = 60.0
 """Longest wait for Slurm to end a process that asked to be requeued."""
+_TEARDOWN_S = 20.0
+"""Slurm's KillWait is 30 by default, and at the time limit the job has yet to be requeued."""
 _COLUMNS = 120
 
 
@@ -59,24 +67,25 @@ def run_batch(run_dir: str, *, role_modules: dict[str, str] | None = None) -> Su
             role_modules=role_modules,
         )
     finally:
-        _tear_down(cfg)
+        tear_down(cfg)
     act, why = next_act(
         outcome,
         has_new_checkpoint=(latest_complete(run) or 0) > before,
         n_left=cfg.cluster.max_requeues - allocation.restart_count,
     )
+    ended = (Ending.FINISHED, Ending.FAILED, Ending.REPLACED)
+    if act is not Act.REQUEUE and outcome.ending not in ended:
+        why += f"; `slurm-grpo resume {run.root}` continues"
     _say(f"job {allocation.reference}: {act.value}: {why}")
     if act is Act.REQUEUE:
-        _come_back(allocation, run)
+        come_back(allocation, run)
     if outcome.ending is Ending.REPLACED:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         wait_for_successor(allocation)
         sys.exit(outcome.exit_code)
     if act is Act.FAIL:
-        text = outcome.explanation
-        if outcome.error is None:
-            text = f"{outcome.ending.value}, but {why}. `slurm-grpo resume {run.root}` continues."
-        error = RunFailed(text)
+        text = f"{outcome.ending.value}, but {why}"
+        error = RunFailed(text if outcome.error is None else outcome.explanation)
         error.exit_code = outcome.exit_code
         raise error
     summary: Summary = json.loads(run.summary.read_text())
@@ -101,9 +110,13 @@ def run_element(sweep_dir: Path) -> Summary:
     return run_batch(str(run.root))
 
 
-def _come_back(allocation: Allocation, run: RunDir) -> None:
-    """Requeue this job and wait for the end that Slurm prepares; raises when none comes."""
+def come_back(allocation: Allocation, run: RunDir) -> None:
+    """Requeue this job and wait for the end that Slurm prepares; raises when none comes, or when
+    the job was cancelled meanwhile."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ending, why = why_told_to_end(allocation)
+    if ending is Ending.CANCELLED:  # a requeue would undo that
+        raise RunFailed(f"cancelled: {why}. `slurm-grpo resume {run.root}` continues.")
     complaint = requeue(allocation).strip()
     time.sleep(_REQUEUED_S)
     raise SlurmGrpoError(
@@ -112,12 +125,14 @@ def _come_back(allocation: Allocation, run: RunDir) -> None:
     )
 
 
-def _tear_down(cfg: Config) -> None:
+def tear_down(cfg: Config) -> None:
     """Run site.teardown, whatever comes of it."""
     if cfg.site.teardown:
-        done = subprocess.run(["bash", "-c", "\n".join(cfg.site.teardown)], check=False)
-        if done.returncode:
-            _say(f"site.teardown: exit code {done.returncode}")
+        script = "\n".join(cfg.site.teardown)
+        try:
+            subprocess.run(["bash", "-c", script], check=True, timeout=_TEARDOWN_S)
+        except subprocess.SubprocessError as error:
+            _say(f"site.teardown: {error}")
 
 
 def _say(text: str) -> None:

@@ -93,7 +93,7 @@ def _list(words: Sequence[str]) -> int:
         "",
         *(f"  {n:<{width}}  {c.help}" for n, c in shown.items()),
     ]
-    is_asked = not words or words[-1] in ("-h", "--help")
+    is_asked = words in ([], [family]) or words[-1] in ("-h", "--help")
     if not is_asked:
         lines.insert(0, f"slurm-grpo: no command {' '.join(words[:2])!r}")
     (sys.stdout if is_asked else sys.stderr).write("\n".join(lines) + "\n")

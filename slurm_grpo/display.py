@@ -266,7 +266,14 @@ class LivePanel:
         return table
 
 
-def show_end(run: RunDir, summary: Summary, console: Console, *, picture: str | None) -> None:
+def show_end(
+    run: RunDir,
+    summary: Summary,
+    console: Console,
+    *,
+    picture: str | None,
+    has_next: bool = True,
+) -> None:
     """Print the closing table, where the reward curve is (`picture`), and what to try next."""
     table = Table(title=f"{run.root.name}: {summary['status']}", title_justify="left", box=None)
     table.add_column(style="dim")
@@ -293,6 +300,8 @@ def show_end(run: RunDir, summary: Summary, console: Console, *, picture: str | 
         if path is not None:
             console.print(f" [dim]{name:<24}[/dim]{escape(path)}", highlight=False, soft_wrap=True)
     console.print()
+    if not has_next:
+        return
     console.print("Next:", style="bold")
     for what, command in next_commands(run, summary):
         console.print(f"  # {what}", style="dim", highlight=False)

@@ -80,7 +80,8 @@ def failure(error: str, code: int, log: Path | None) -> Outcome:
 
 def describe(code: int) -> str:
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        names = {int(s): s.name for s in signal.Signals}
+        return f"killed by {names.get(-code, f'signal {-code}')}"
     return f"exit code {code}, {_MEANINGS.get(code, 'unknown')}"
 
 

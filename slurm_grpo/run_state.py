@@ -23,6 +23,7 @@ from slurm_grpo import proctree
 from slurm_grpo.attempt import record_path
 from slurm_grpo.config_values import nearest
 from slurm_grpo.errors import ConfigError, SlurmUnavailable
+from slurm_grpo.outcome import Ending
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.queue import UNKNOWN, ComponentState, job_states, jobs_of_script
 
@@ -218,7 +219,8 @@ def _at_rest(
     status = str(record.get("status", "running"))
     if status != "running":
         error = read_json(run.summary).get("error") if status != "done" else None
-        return status, str(error or "")
+        was_cancelled = record.get("ending") == Ending.CANCELLED.value
+        return "cancelled" if was_cancelled else status, str(error or "")
     if live_supervisor_here(run) is not None:
         return ("running" if record else "starting"), _silent(silence_s)
     if silence_s < SILENCE_S and last == UNKNOWN:

@@ -146,6 +146,7 @@ class Supervisor:
         try:
             with self._signals:
                 outcome = self._outcome()
+                self._record.note(ending=outcome.ending.value)
                 self._record.renew(peak_pss_bytes=self._peak_pss_bytes, status=outcome.status)
                 if outcome.ending is not Ending.REPLACED:
                     self._report(outcome)
@@ -434,7 +435,9 @@ class Supervisor:
         # Somebody who interrupts does not want to wait for matplotlib.
         picture = None if outcome.status == "interrupted" else self._draw()
         with contextlib.suppress(OSError):  # the terminal may be gone
-            show_end(self._run, summary, self._console, picture=picture)
+            # A job says itself what follows, which is decided once this is over.
+            has_next = self._launcher.on_this_host or outcome.status == "done"
+            show_end(self._run, summary, self._console, picture=picture, has_next=has_next)
             if outcome.error is not None:
                 self._print(f"\n{outcome.explanation}")
 

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{': ' * bool(state.detail)}{state.detail}). --follow waits for it."
         )
     attempt = numbers[-1] if arguments.attempt is None else arguments.attempt
-    path = directory.attempt(attempt).log(process)
+    path = _log_path(directory, attempt, process)
     if not path.is_file():
         known = sorted(p.stem for p in path.parent.glob("*.log"))
         raise ConfigError(
@@ -75,13 +75,16 @@ def _follow(run: RunDir, process: str, only: int | None, n_lines: int) -> None:
     """Copy what is written to stdout, until the run has ended, or the attempt `only`."""
     has_ended = _EndWatch(run)
     attempt, offset = only, -1
+    shown: Path | None = None
     while True:
         # Before the copy, so that what was written until then is shown.
         newest = max(run.attempt_numbers(), default=None)
         is_over = has_ended() or (only is not None and newest != only)
         if attempt is None:
             attempt = newest
-        if attempt is not None and (path := run.attempt(attempt).log(process)).is_file():
+        if attempt is not None and (path := _log_path(run, attempt, process)).is_file():
+            if path != shown:
+                shown, offset = path, offset if shown is None else 0
             offset = _copy(path, _tail_offset(path, n_lines) if offset < 0 else offset)
         if only is None and newest != attempt:
             attempt, offset = newest, 0
@@ -91,6 +94,14 @@ def _follow(run: RunDir, process: str, only: int | None, n_lines: int) -> None:
             return
         else:
             time.sleep(_POLL_S)
+
+
+def _log_path(run: RunDir, attempt: int, process: str) -> Path:
+    """A process's log, or that of its srun while the process has not begun one."""
+    folder = run.attempt(attempt)
+    role = process.partition("-")[0]
+    paths = [folder.log(name) for name in (process, f"srun-{process}", f"srun-{role}s")]
+    return next((path for path in paths if path.is_file() and path.stat().st_size), paths[0])
 
 
 class _EndWatch:

@@ -60,14 +60,14 @@ def role_environment(
     env = clean_environment(base)
     role, _, index = peer.rpartition("-")
     threads = cfg.trainer.threads if role == "trainer" else cfg.generator.threads
-    python_path = [str(PACKAGE_ROOT), *filter(None, [env.get("PYTHONPATH")])]
+    site = dict(pair.split("=", 1) for pair in cfg.site.environment)
+    python_path = [str(PACKAGE_ROOT), (env | site).get("PYTHONPATH", "")]
     env |= {
         "SLURM_GRPO_RUN_DIR": str(run.root.resolve()),
         "SLURM_GRPO_ATTEMPT": str(attempt),
         "SLURM_GRPO_PEER": peer,
         "SLURM_GRPO_INCARNATION": str(incarnation),
         "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": os.pathsep.join(python_path),
         "PYTHONUNBUFFERED": "1",  # a killed role must not take its last words along
         "HDF5_USE_FILE_LOCKING": "FALSE",
         "HF_HUB_OFFLINE": "1",
@@ -85,7 +85,7 @@ def role_environment(
         env |= {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": str(cfg.trainer.n_ranks)}
     if cfg.cluster.kind == "local" and (gpus := assign_gpus(visible_gpus(base), cfg, peer)):
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    return env | dict(pair.split("=", 1) for pair in cfg.site.environment)
+    return env | site | {"PYTHONPATH": os.pathsep.join(filter(None, python_path))}
 
 
 def clean_environment(base: Mapping[str, str]) -> dict[str, str]:

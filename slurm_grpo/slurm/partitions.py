@@ -8,18 +8,17 @@ nothing is known and nothing is refused.
 from __future__ import annotations
 
 import functools
-import os
 import re
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from slurm_grpo.config import Config, NodesConfig
+from slurm_grpo.errors import SlurmUnavailable
 from slurm_grpo.slurm.allocation import expand_hosts
 from slurm_grpo.slurm.durations import limit_seconds
+from slurm_grpo.slurm.queue import run_slurm
 from slurm_grpo.slurm.script import cpus_per_node, flag_name, node_groups
-from slurm_grpo.slurm.submit_env import clean_environment
 
 Found: TypeAlias = Iterator[tuple[tuple[str, ...], str]]
 
@@ -57,19 +56,11 @@ def read_partitions() -> dict[str, Partition]:
     """Partitions by name; empty where Slurm is not there or does not answer."""
     command = ["sinfo", "-h", "-a", "-e", "-o", "%P|%l|%N|%c|%m|%G|%f"]
     try:
-        done = subprocess.run(
-            command,
-            env=clean_environment(os.environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
+        text = run_slurm(command, timeout_s=_TIMEOUT_S)
+    except SlurmUnavailable:
         return {}
     found: dict[str, Partition] = {}
-    for line in done.stdout.splitlines():
+    for line in text.splitlines():
         name, limit, hosts, cpus, mem, gres, features = line.split("|", 6)
         partition = found.setdefault(
             name.removesuffix("*"),

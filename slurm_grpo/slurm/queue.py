@@ -26,6 +26,8 @@ ALIVE = frozenset(
 )
 """States of a job that runs, or will run (again) without anybody's doing."""
 _TIMEOUT_S = 60.0
+_PREFIXES = ("SLURM_", "SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_")
+"""Of variables that would change what a command does or prints."""
 _SQUEUE_FORMAT = "%i|%A|%T|%N|%r|%L|%M|%S|%o"
 _SACCT_FORMAT = "JobID,JobIDRaw,State,NodeList,Reason,Elapsed,Start"
 _ID = re.compile(r"(\d+)(?:\+(\d+)|_(\d+)|_\[(.*)\])?")
@@ -164,7 +166,9 @@ def _expand(text: str, state: ComponentState) -> Iterator[ComponentState]:
         yield dataclasses.replace(state, job_id=job_id, component=int(component or 0), task=index)
 
 
-def run_slurm(command: Sequence[str], *, tolerated: str | None = None) -> str:
+def run_slurm(
+    command: Sequence[str], *, tolerated: str | None = None, timeout_s: float = _TIMEOUT_S
+) -> str:
     """What a Slurm command prints; with `tolerated` in its complaint, an error is an answer.
 
     Raises SlurmUnavailable with its complaint.
@@ -173,13 +177,13 @@ def run_slurm(command: Sequence[str], *, tolerated: str | None = None) -> str:
     env = {
         name: value
         for name, value in os.environ.items()
-        if name == "SLURM_CONF" or not name.startswith(("SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_"))
+        if name == "SLURM_CONF" or not name.startswith(_PREFIXES)
     }
     env["SLURM_BITSTR_LEN"] = "0"  # or long lists of indices end in dots
     try:
         done = subprocess.run(
             command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=_TIMEOUT_S,
+            timeout=timeout_s,
         )  # fmt: skip
     except FileNotFoundError:
         raise SlurmUnavailable(
@@ -188,7 +192,7 @@ def run_slurm(command: Sequence[str], *, tolerated: str | None = None) -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise SlurmUnavailable(
-            f"{command[0]}: no answer within {_TIMEOUT_S:.0f} s. The controller may be busy or "
+            f"{command[0]}: no answer within {timeout_s:.0f} s. The controller may be busy or "
             "down: try `sinfo`, and this again later."
         ) from None
     if done.returncode and not (tolerated and tolerated in done.stderr):

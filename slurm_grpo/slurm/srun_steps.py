@@ -26,6 +26,7 @@ from slurm_grpo.outcome import Ending
 from slurm_grpo.rundir import AttemptDir
 from slurm_grpo.slurm import task_entry
 from slurm_grpo.slurm.allocation import Allocation
+from slurm_grpo.slurm.environment import clean_environment
 from slurm_grpo.slurm.placement import Seat, place
 from slurm_grpo.slurm.queue import expand_indices
 from slurm_grpo.slurm.requeue import end_leftover_steps, why_told_to_end
@@ -130,10 +131,12 @@ class SrunLauncher:
     def _task(self, spec: StepSpec, specs: Sequence[StepSpec]) -> dict[str, Any]:
         """What `task_entry.py` needs to know about one process."""
         seat, site = self._seats[spec.peer], self._cfg.site
+        # Not left to srun: a container image has variables of its own, which win there.
+        inherited = clean_environment(os.environ)
         own = {
             name: value
             for name, value in spec.env.items()
-            if name.startswith("SLURM_GRPO_") or any(s.env.get(name) != value for s in specs)
+            if inherited.get(name) != value or any(s.env.get(name) != value for s in specs)
         }
         if "LOCAL_RANK" in spec.env:
             own |= {name: spec.env[name] for name in ("RANK", "WORLD_SIZE")}
@@ -267,7 +270,8 @@ class _Srun:
             # No report at all: srun itself failed. Some: the silent tasks were killed.
             code = code if code and not self._exits else _LOST
             for peer in self._peers:
-                self._exits.setdefault(peer, code if code <= 128 else 128 - code)
+                # 128 and a signal's number, as a shell has it; 255 is none.
+                self._exits.setdefault(peer, 128 - code if 128 < code <= 192 else code)
 
     def _take(self, notice: Mapping[str, Any]) -> None:
         if "exit" in notice:
@@ -315,6 +319,8 @@ def srun_command(
         flags[flag_name(flag)] = value if equals else None
     words = [f"--{n}" if value is None else f"--{n}={value}" for n, value in flags.items()]
     prefix = site.container_prefix if site.container == "prefix" else ()
+    if site.container != "none":  # whose image may have a PYTHONPATH, or know nothing of ours
+        prefix = (*prefix, "env", f"PYTHONPATH={PACKAGE_ROOT}")
     python = cfg.cluster.python or sys.executable
     return ("srun", *words, *prefix, python, "-m", task_entry.__name__, str(tasks))
 

@@ -73,9 +73,14 @@ def run_sbatch(arguments: Sequence[str], *, script: str | None = None) -> str:
 
 def refusal(words: str) -> SubmissionRefused:
     """The error that passes on why sbatch refused."""
+    advice = "Change cluster.* or site.* accordingly (--dry-run shows the script)"
+    if "job array" in words:
+        advice = (
+            "Elements are numbered below MaxArraySize (`scontrol show config`); split the sweep"
+        )
     return SubmissionRefused(
-        f"sbatch refused the job:\n{words.strip()}\nNothing was submitted. Change cluster.* or "
-        "site.* accordingly (--dry-run shows the script), and submit again."
+        f"sbatch refused the job:\n{words.strip()}\nNothing was submitted. {advice}, and submit "
+        "again."
     )
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from slurm_grpo import batch
 from slurm_grpo.batch import run_element
+from slurm_grpo.config import Config, SiteConfig
 from slurm_grpo.errors import ConfigError
 from slurm_grpo.rundir import RunDir
 
@@ -37,3 +39,13 @@ def test_a_task_that_is_no_element_names_those_there_are(
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
     with pytest.raises(ConfigError, match=r"SLURM_ARRAY_TASK_ID: 7 is no element .*one of 0\."):
         run_element(tmp_path)
+
+
+def test_a_teardown_that_hangs_or_fails_keeps_no_job_from_coming_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(batch, "_TEARDOWN_S", 0.1)
+    batch.tear_down(Config(site=SiteConfig(teardown=("exec sleep 60",))))
+    assert "timed out" in capsys.readouterr().out
+    batch.tear_down(Config(site=SiteConfig(teardown=("exit 3",))))
+    assert "non-zero exit status 3" in capsys.readouterr().out

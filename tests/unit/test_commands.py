@@ -148,6 +148,16 @@ def test_logs_shows_the_last_lines_of_the_last_attempt(
     assert capfdbinary.readouterr().out == b"line 198\nline 199\n"
 
 
+def test_logs_of_a_role_that_never_began_are_its_sruns(
+    run: RunDir, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    run.attempt(1).log("srun-trainers").write_text("srun: error: no such node\n")
+    assert main(["logs", "r", "--role", "trainer", "--rank", "0"]) == ExitCode.OK
+    assert capfdbinary.readouterr().out == b"srun: error: no such node\n"
+    assert main(["logs", "r", "--role", "trainer", "--rank", "1", "-n", "1"]) == ExitCode.OK
+    assert capfdbinary.readouterr().out == b"line 199\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

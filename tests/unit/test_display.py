@@ -175,6 +175,14 @@ def test_a_run_cut_short_is_resumed_without_more_steps(run: RunDir) -> None:
     assert "reward curve" not in printed(target)
 
 
+def test_a_job_that_may_come_back_by_itself_asks_nobody_to_resume_it(run: RunDir) -> None:
+    target = console(100)
+    summary = build_summary(run, CONFIG, status="stopped")
+    show_end(run, summary, target, picture=None, has_next=False)
+    assert "quick: stopped" in printed(target)
+    assert "Next" not in printed(target)
+
+
 @pytest.mark.parametrize("steps", [range(0), range(1), range(2), range(41)], ids=len)
 def test_a_reward_curve_can_be_drawn_from_any_number_of_steps(run: RunDir, steps: range) -> None:
     log_steps(run, steps)

@@ -12,7 +12,7 @@ import pytest
 from slurm_grpo.config import Config
 from slurm_grpo.errors import SlurmUnavailable, SubmissionRefused
 from slurm_grpo.slurm.executor import QueueWatcher, RunExecutor
-from slurm_grpo.slurm.submit_env import clean_environment, parse_job_id, run_sbatch
+from slurm_grpo.slurm.submit_env import clean_environment, parse_job_id, refusal, run_sbatch
 
 INSIDE_A_JOB = {
     "SLURM_JOB_ID": "7",
@@ -83,6 +83,12 @@ def test_the_job_id_is_told_from_a_sites_banner(text: str, job_id: str) -> None:
 def test_an_answer_without_an_id_is_shown() -> None:
     with pytest.raises(SubmissionRefused, match="Submitted batch job twelve"):
         parse_job_id("Submitted batch job twelve\n")
+
+
+def test_a_sweep_with_more_elements_than_the_cluster_numbers_is_told_its_limit() -> None:
+    words = "sbatch: error: Batch job submission failed: Invalid job array specification"
+    assert "below MaxArraySize" in str(refusal(words))
+    assert "MaxArraySize" not in str(refusal("Invalid account"))
 
 
 def test_without_slurm_the_error_says_where_to_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from slurm_grpo import proctree
 from slurm_grpo.attempt import AttemptRecord, RunLock, record_path
 from slurm_grpo.config import Config
 from slurm_grpo.errors import ConfigError
+from slurm_grpo.outcome import Ending
 from slurm_grpo.run_state import (
     ARRAY_SCRIPT,
     MANIFEST,
@@ -23,6 +24,7 @@ from slurm_grpo.run_state import (
     is_of,
     judge,
     live_supervisor_here,
+    read_json,
     stand,
     submitted_jobs,
     tally,
@@ -104,6 +106,14 @@ def test_a_failure_comes_with_its_error(run: RunDir) -> None:
     begin(run, status="failed")
     write_summary(run, Config(), status="failed", error="trainer-0 ended: exit code 3")
     assert word_and_detail(run) == ("failed", "trainer-0 ended: exit code 3")
+
+
+def test_a_cancelled_run_is_called_so_once_slurm_has_forgotten_it(run: RunDir) -> None:
+    begin(run, status="interrupted")
+    assert word_and_detail(run) == ("interrupted", "")
+    path = record_path(run.attempt(0))
+    path.write_text(json.dumps(read_json(path) | {"ending": Ending.CANCELLED.value}))
+    assert word_and_detail(run) == ("cancelled", "")
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from runs import ROOT, wait_until
 
 from slurm_grpo.config import ClusterConfig, Config, NodesConfig, SiteConfig, TrainerConfig
 from slurm_grpo.control.address import address_of, interface_of
 from slurm_grpo.errors import ConfigError
+from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.allocation import Allocation, Component
+from slurm_grpo.slurm.environment import role_environment
 from slurm_grpo.slurm.placement import place
-from slurm_grpo.slurm.srun_steps import srun_command
+from slurm_grpo.slurm.srun_steps import SrunLauncher, srun_command
+from slurm_grpo.slurm.steps import StepSpec
 from slurm_grpo.slurm.task_entry import node_environment
 
 TASKS = Path("/runs/r/attempts/0/x.tasks.json")
@@ -107,7 +113,37 @@ def test_roles_run_in_the_sites_container() -> None:
     assert mounts.endswith(",/data:/d")
     prefix = SiteConfig(container="prefix", container_prefix=("apptainer", "exec", "i.sif"))
     words = command(["engine-0"], replace(CONFIG, site=prefix))
-    assert words[-7:-4] == ("apptainer", "exec", "i.sif")
+    # The image may set a PYTHONPATH, and the prefix may clean the environment.
+    assert words[-9:-4] == ("apptainer", "exec", "i.sif", "env", f"PYTHONPATH={ROOT}")
+
+
+def test_what_a_role_is_told_does_not_depend_on_what_srun_or_an_image_pass_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no srun: the step fails
+    monkeypatch.setenv("PMIX_MCA_gds", "hash")  # a leftover, unless the site says it too
+    site = SiteConfig(environment=("PMIX_MCA_gds=hash", "NCCL_DEBUG=INFO"), interface="lo")
+    cfg = replace(CONFIG, site=site)
+    run = RunDir(tmp_path / "r")
+    attempt = run.attempt(0)
+    attempt.root.mkdir(parents=True)
+    launcher = SrunLauncher(cfg, JOB)
+    launcher.prepare(attempt)
+    env = role_environment(os.environ, cfg, run, attempt=0, peer="engine-0", incarnation=0)
+    spec = StepSpec(
+        peer="engine-0",
+        argv=("true",),
+        env=env,
+        log=attempt.log("engine-0"),
+        exit_file=attempt.exit_code("engine-0"),
+    )
+    step = launcher.start([spec])["engine-0"]
+    (told,) = json.loads((attempt.root / "engine-0.0.tasks.json").read_text()).values()
+    for name in ("PMIX_MCA_gds", "NCCL_DEBUG", "PYTHONPATH", "SLURM_GRPO_PEER"):
+        assert told["env"][name] == env[name]
+    wait_until(lambda: step.poll() is not None, 10, "the end of a step without srun")
+    assert step.log.read_text().startswith("cannot start srun")
+    launcher.close()
 
 
 def task(peer: str, **fields: object) -> dict[str, object]:

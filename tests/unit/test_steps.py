@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from step_conformance import StepConformance, wait_for_line, wait_until_gone
 
-from slurm_grpo.config import Config, GeneratorConfig, ModelConfig, TrainerConfig
+from slurm_grpo.config import Config, GeneratorConfig, ModelConfig, SiteConfig, TrainerConfig
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.environment import assign_gpus, role_environment, visible_gpus
 from slurm_grpo.slurm.steps import LocalLauncher, StepLauncher
@@ -47,8 +48,6 @@ time.sleep(60)
 
 
 def config(n_engines: int = 1, tensor_parallel: int = 1, n_ranks: int = 1) -> Config:
-    from dataclasses import replace
-
     generator = GeneratorConfig(n_engines=n_engines)
     engine = replace(generator.engine, tensor_parallel=tensor_parallel)
     return Config(
@@ -91,6 +90,12 @@ def test_leftovers_of_a_surrounding_job_do_not_reach_a_role(tmp_path: Path) -> N
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def test_a_site_may_add_to_the_python_path_but_not_take_the_package_off_it(tmp_path: Path) -> None:
+    site = SiteConfig(environment=("PYTHONPATH=/scorers", "HF_HUB_OFFLINE=0"))
+    env = environment({"PYTHONPATH": "/old"}, "engine-0", replace(config(), site=site), tmp_path)
+    assert (env["PYTHONPATH"], env["HF_HUB_OFFLINE"]) == (f"{ROOT}:/scorers", "0")
 
 
 def test_a_trainer_rank_is_told_its_rank_and_its_threads(tmp_path: Path) -> None:
