@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slurm_grpo.errors import ExitCode, SlurmGrpoError
+from slurm_grpo.command_line import exit_code_of
+from slurm_grpo.errors import ExitCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,11 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (by default the process's) names; the exit code."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     words = list(sys.argv[1:] if argv is None else argv)
+    return exit_code_of(lambda: _run(words))
+
+
+def _run(words: Sequence[str]) -> int:
     name = next((n for n in (" ".join(words[:2]), " ".join(words[:1])) if n in COMMANDS), None)
     if name is None:
         return _list(words)
@@ -71,9 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif options:
             parser.error(f"unrecognized arguments: {' '.join(options)}")
         return int(module.run(arguments))
-    except SlurmGrpoError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
     except ModuleNotFoundError as error:
         if error.name in ("h5py", "pandas", "pyarrow", "matplotlib"):
             sys.stderr.write(

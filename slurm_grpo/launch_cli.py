@@ -20,11 +20,11 @@ from typing import TypeAlias
 
 from slurm_grpo import config_io
 from slurm_grpo.checkpoint_dirs import latest_complete
+from slurm_grpo.command_line import exit_code_of
 from slurm_grpo.config import Config
 from slurm_grpo.errors import (
     ConfigError,
     ExitCode,
-    SlurmGrpoError,
     SlurmUnavailable,
     StorageError,
     SubmissionRefused,
@@ -76,26 +76,24 @@ def main(argv: Sequence[str], start: Supervise | None = None) -> int:
 
     `start` runs the attempt; by default, what `cluster.kind` says does, or puts it into a queue.
     """
-    try:
-        arguments = parse(argv)
-        if arguments.switches & {"--help", "--dry-run"}:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
-        if "--help" in arguments.switches:
-            return _print_help(arguments.config)
-        run, cfg = _asked_for(arguments)
-        if "--dry-run" in arguments.switches:
-            sys.stdout.write(describe(run, cfg))
-            return 0
-        if "--test-only" in arguments.switches:
-            return _test_only(run, cfg)
-        _require_role_packages(cfg)
-        if start is None and cfg.cluster.kind == "slurm":
-            return _submit(run, cfg, arguments)
-        _make(run, cfg, replace=arguments.resume is not None)
-        return (start or _supervise)(run, cfg)
-    except SlurmGrpoError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
+    return exit_code_of(lambda: _run(argv, start))
+
+
+def _run(argv: Sequence[str], start: Supervise | None) -> int:
+    arguments = parse(argv)
+    if "--help" in arguments.switches:
+        return _print_help(arguments.config)
+    run, cfg = _asked_for(arguments)
+    if "--dry-run" in arguments.switches:
+        sys.stdout.write(describe(run, cfg))
+        return 0
+    if "--test-only" in arguments.switches:
+        return _test_only(run, cfg)
+    _require_role_packages(cfg)
+    if start is None and cfg.cluster.kind == "slurm":
+        return _submit(run, cfg, arguments)
+    _make(run, cfg, replace=arguments.resume is not None)
+    return (start or _supervise)(run, cfg)
 
 
 def _asked_for(arguments: Arguments) -> tuple[RunDir, Config]:

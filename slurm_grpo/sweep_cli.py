@@ -12,14 +12,14 @@ import dataclasses
 import difflib
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from slurm_grpo import launch_cli
+from slurm_grpo.command_line import exit_code_of
 from slurm_grpo.config import Config
-from slurm_grpo.errors import ConfigError, ExitCode, SlurmGrpoError
+from slurm_grpo.errors import ConfigError, ExitCode
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.run_state import (
     ARRAY_SCRIPT,
@@ -47,43 +47,42 @@ def main(argv: Sequence[str], start: launch_cli.Supervise | None = None) -> int:
 
     `start` runs an element on this machine, as in `launch_cli.main`.
     """
+    return exit_code_of(lambda: _run(argv, start))
+
+
+def _run(argv: Sequence[str], start: launch_cli.Supervise | None) -> int:
     arguments, overrides = _parser().parse_known_args(argv)
-    try:
-        sweep = read_sweep(arguments.sweep)
-        elements = plan_elements(sweep, overrides, arguments.site)
-        folder = elements[0].run.root.parent
-        kind = _kind(elements, arguments.lanes)
-        script = ""
-        if kind == "array":
-            script = _common_script(elements, folder, arguments.max_running or len(elements))
-        if arguments.dry_run:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
-            for element in elements:
-                _say(f"# {element.index:3}  {describe(element.changes)}")
-            _say(f"# Would be made in {folder}\n{script}")
-            return ExitCode.OK
-        write_elements(folder, elements)
-        if script:
-            _write_script(folder, script)
-        todo = _unfinished(elements, strict=arguments.submit)
-        if not todo:
-            _say(f"Nothing to run. Results: slurm-grpo sweep table {_quote(folder)}")
-            return ExitCode.OK
-        if not arguments.submit:
-            _say_how(folder, todo, kind, arguments)
-            return ExitCode.OK
-        if kind == "local":
-            return _run_here(todo, start)
-        if kind == "array":
-            _submit_array(folder, todo, arguments.max_running)
-        else:
-            _submit_lanes(elements, todo, arguments.lanes)
-        _say(f" state   slurm-grpo sweep status {_quote(folder)}")
-        _say(f" again   `{shlex.join(['python', 'launch/sweep.py', *argv])}` continues what failed")
+    sweep = read_sweep(arguments.sweep)
+    elements = plan_elements(sweep, overrides, arguments.site)
+    folder = elements[0].run.root.parent
+    kind = _kind(elements, arguments.lanes)
+    script = ""
+    if kind == "array":
+        script = _common_script(elements, folder, arguments.max_running or len(elements))
+    if arguments.dry_run:
+        for element in elements:
+            _say(f"# {element.index:3}  {describe(element.changes)}")
+        _say(f"# Would be made in {folder}\n{script}")
         return ExitCode.OK
-    except SlurmGrpoError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
+    write_elements(folder, elements)
+    if script:
+        _write_script(folder, script)
+    todo = _unfinished(elements, strict=arguments.submit)
+    if not todo:
+        _say(f"Nothing to run. Results: slurm-grpo sweep table {_quote(folder)}")
+        return ExitCode.OK
+    if not arguments.submit:
+        _say_how(folder, todo, kind, arguments)
+        return ExitCode.OK
+    if kind == "local":
+        return _run_here(todo, start)
+    if kind == "array":
+        _submit_array(folder, todo, arguments.max_running)
+    else:
+        _submit_lanes(elements, todo, arguments.lanes)
+    _say(f" state   slurm-grpo sweep status {_quote(folder)}")
+    _say(f" again   `{shlex.join(['python', 'launch/sweep.py', *argv])}` continues what failed")
+    return ExitCode.OK
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,14 @@ def test_a_command_that_follows_a_run_starts_at_once_and_without_torch(name: str
     )
     assert done.returncode == ExitCode.CONFIG, done.stderr
     assert done.stderr.startswith("error: no-such-run: no ")
+
+
+def test_a_reader_that_goes_away_ends_a_command_quietly() -> None:
+    line = "import sys; from slurm_grpo.cli import main; sys.exit(main(['episodes', 'schema']))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", line], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, words = process.communicate(timeout=60)
+    assert (process.returncode, words) == (128 + signal.SIGPIPE, b"")
