@@ -53,8 +53,6 @@ class RunIndex:
     shards: list[ShardEntry] = field(default_factory=list)
     manifests: dict[int, Manifest] = field(default_factory=dict)
     """Of the committed steps, ascending."""
-    n_shards: int = 0
-    """Shards on disk, the damaged ones too."""
     damaged: dict[str, str] = field(default_factory=dict)
     """What is wrong, by path of each shard or manifest that could not be read."""
     n_gone: int = 0
@@ -95,9 +93,7 @@ def read_index(root: Path) -> RunIndex:
             except StorageError as error:
                 index.skip(str(file.relative_to(run.root)), str(error))
     trained = _trained_groups(index)
-    names = list_shards(run)
-    index.n_shards = len(names)
-    for path, name in names:
+    for path, name in list_shards(run):
         limit = last_valid(name.attempt, starts)
         entry = _read_entry(index, path, name, limit, trained)
         if entry is not None:

@@ -47,10 +47,13 @@ def choose(facts: Facts) -> dict[str, list[int]]:
 
 def episodes_html(facts: Facts) -> str:
     """All chosen episodes, as articles under headings."""
-    html = []
+    html: list[str] = []
+    names = ["episode_id", "task", "step", "policy_version_min", "advantage", "finish_reason"]
+    names += ["n_tokens", "prompt_text", "target_json", "completion_text"]
+    names += [facts.columns.error, facts.columns.reward, *facts.columns.parts.values()]
     for title, ids in choose(facts).items():
         html.append(f'<h3>{escape(title)}</h3><div class="charts">')
-        rows = facts.run.episodes(_columns(facts), episode_ids=ids)
+        rows = facts.run.episodes(names, episode_ids=ids)
         tokens = facts.run.tokens(ids)
         for row in rows.to_dict("records"):
             mine = tokens[tokens["episode_id"] == row["episode_id"]]
@@ -58,24 +61,14 @@ def episodes_html(facts: Facts) -> str:
         html.append("</div>")
     if not html:
         return '<p class="missing">There are no episodes on disk.</p>'
-    return (legend_html() if facts.tokenizer is not None else "") + "\n".join(html)
-
-
-def legend_html() -> str:
-    """What the tints mean."""
-    bounds = [1.0, *(bound for bound, _ in TINTS)]
+    if facts.tokenizer is None:
+        return "\n".join(html)
     marks = [
         f'<span class="{tint or "p0"}">{low:g} to {high:g}</span>'
-        for (low, tint), high in zip(TINTS, bounds, strict=False)
+        for (low, tint), high in zip(TINTS, [1.0, *(low for low, _ in TINTS)], strict=False)
     ]
-    return f'<p class="legend">Probability of a token when it was sampled: {" ".join(marks)}</p>'
-
-
-def _columns(facts: Facts) -> list[str]:
-    names = ["episode_id", "group_id", "task", "step", "policy_version_min", "advantage"]
-    names += ["finish_reason", "n_tokens", "prompt_text", "target_json", "completion_text"]
-    columns = facts.columns
-    return [*names, columns.error, columns.reward, *columns.parts.values()]
+    legend = f"Probability of a token when it was sampled: {' '.join(marks)}"
+    return f'<p class="legend">{legend}</p>' + "\n".join(html)
 
 
 def _article(facts: Facts, row: dict[str, Any], tokens: pd.DataFrame) -> str:

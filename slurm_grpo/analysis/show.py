@@ -59,9 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{opened.config.get('model.path', 'the model directory')}/tokenizer.json\n"
         )
     if not any(chosen.values()):
-        console.print(
-            "There is no such episode." if arguments.where else "There is no episode yet."
-        )
+        console.print("There is no such episode.")
     for title, ids in chosen.items():
         if ids:
             _print_all(console, opened, title, ids, tokenizer)

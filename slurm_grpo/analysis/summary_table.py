@@ -44,7 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def summary_text(run: RunData, *, max_rows: int, max_width: int, score: str | None = None) -> str:
     """The whole report as text, with the rewards of the rescoring `score` if one is named."""
-    episodes, groups = _episodes(run, score), _groups(run)
+    episodes = _episodes(run, score)
+    names = ["group_id", "task", "policy_version_min", "zero_spread", "n_unique_answers"]
+    groups = run.groups([*names, "n_episodes"])
     if score is not None:
         spread = episodes.groupby("group_id")["reward"].nunique()
         groups["zero_spread"] = groups["group_id"].map(spread <= 1)
@@ -113,12 +115,6 @@ def _episodes(run: RunData, score: str | None) -> pd.DataFrame:
     by_step = dict(zip(steps["step"], steps[MISMATCH], strict=True)) if MISMATCH in steps else {}
     episodes["mismatch"] = episodes["step"].map(by_step).astype("f8")
     return episodes
-
-
-def _groups(run: RunData) -> pd.DataFrame:
-    """What `summarize` needs of the groups."""
-    names = ["group_id", "task", "policy_version_min", "zero_spread", "n_unique_answers"]
-    return run.groups([*names, "n_episodes"])
 
 
 def _version(first: int, size: int) -> str:

@@ -129,7 +129,8 @@ def _batches(
             continue
         found = set(source.columns["groups/group_id"].tolist())
         fits = size_bytes + name.size_bytes <= target_bytes and not found & group_ids
-        if batch and not (fits and _alike(batch[0], source)):
+        first = batch[0].header if batch else source.header
+        if not fits or replace(source.header, sequence=first.sequence) != first:
             if len(batch) > 1:
                 yield batch
             batch, group_ids, size_bytes = [], set(), 0
@@ -138,10 +139,6 @@ def _batches(
         size_bytes += name.size_bytes
     if len(batch) > 1:
         yield batch
-
-
-def _alike(a: Source, b: Source) -> bool:
-    return a.header == replace(b.header, sequence=a.header.sequence)
 
 
 def read_source(run: RunDir, path: str) -> Source | None:

@@ -254,18 +254,13 @@ def checked_shard(
     if zlib.crc32(image) != crc32:
         raise ShardError(f"shard {path}: CRC {zlib.crc32(image):08x}, announced {crc32:08x}.")
     with shard_errors(path), h5py.File(h5py.h5f.open_file_image(image)) as file:
-        _check_name(path, file)
+        name = ShardName.parse(path.name)
+        if name is None:
+            raise ShardError("not the name of a shard")
+        for key in ("engine_id", "attempt", "incarnation", "sequence"):
+            if (said := int(file.attrs[key])) != getattr(name, key):  # renamed, or copied here
+                raise ShardError(f"{key} is {said} in the file, {getattr(name, key)} in its name")
         yield file, layout.read_all(file)
-
-
-def _check_name(path: Path, file: h5py.File) -> None:
-    """The header says what the file's name says: nobody has renamed it or copied it here."""
-    name = ShardName.parse(path.name)
-    if name is None:
-        raise ShardError("not the name of a shard")
-    for key in ("engine_id", "attempt", "incarnation", "sequence"):
-        if (said := int(file.attrs[key])) != getattr(name, key):
-            raise ShardError(f"{key} is {said} in the file, {getattr(name, key)} in its name")
 
 
 @contextmanager
