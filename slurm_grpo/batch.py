@@ -8,13 +8,11 @@ submitted.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -34,7 +32,7 @@ from slurm_grpo.slurm.requeue import (
     why_told_to_end,
 )
 from slurm_grpo.slurm.srun_steps import SrunLauncher
-from slurm_grpo.summary import Summary, is_done
+from slurm_grpo.summary import Summary, is_done, read_json
 from slurm_grpo.supervisor import supervise
 
 _REQUEUED_S = 60.0
@@ -88,15 +86,14 @@ def run_batch(run_dir: str, *, role_modules: dict[str, str] | None = None) -> Su
         error = RunFailed(text if outcome.error is None else outcome.explanation)
         error.exit_code = outcome.exit_code
         raise error
-    summary: Summary = json.loads(run.summary.read_text())
-    return summary
+    return read_json(run.summary)
 
 
 def run_element(sweep_dir: Path) -> Summary:
     """Run the sweep's element that this array task is. Raises ConfigError, and like `run_batch`."""
     index = os.environ.get("SLURM_ARRAY_TASK_ID")
     manifest = sweep_dir / "manifest.json"
-    elements = {str(e["index"]): e for e in json.loads(manifest.read_text())["elements"]}
+    elements = {str(e["index"]): e for e in read_json(manifest)["elements"]}
     if index not in elements:
         raise ConfigError(
             f"SLURM_ARRAY_TASK_ID: {index} is no element of {manifest}; expected one of "
@@ -105,8 +102,7 @@ def run_element(sweep_dir: Path) -> Summary:
     run = RunDir(sweep_dir / elements[index]["run_dir"])
     if is_done(run):  # whoever submits the script by hand asks for all elements again
         _say(f"element {index} is done already: {run.summary}")
-        summary: Summary = json.loads(run.summary.read_text())
-        return summary
+        return read_json(run.summary)
     return run_batch(str(run.root))
 
 
@@ -140,18 +136,12 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m slurm_grpo.batch --sweep SWEEP_DIR` or `--run RUN_DIR`; the exit code."""
+def main() -> int:
+    """`python -m slurm_grpo.batch --sweep SWEEP_DIR`, in an array task; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m slurm_grpo.batch")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--sweep", type=Path, metavar="SWEEP_DIR", help="run this task's element")
-    what.add_argument("--run", metavar="RUN_DIR", help="run the next attempt of a run")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--sweep", type=Path, required=True, metavar="SWEEP_DIR")
     try:
-        if arguments.sweep is not None:
-            run_element(arguments.sweep)
-        else:
-            run_batch(arguments.run)
+        run_element(parser.parse_args().sweep)
     except SlurmGrpoError as error:
         _say(f"error: {error}")
         return error.exit_code

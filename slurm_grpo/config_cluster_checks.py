@@ -13,8 +13,7 @@ import shutil
 
 from slurm_grpo.config import Config, NodesConfig
 from slurm_grpo.errors import ConfigError
-from slurm_grpo.slurm.durations import limit_seconds
-from slurm_grpo.slurm.partitions import Found, impossible_requests, read_partitions
+from slurm_grpo.slurm.partitions import Found, impossible_requests, limit_seconds, read_partitions
 from slurm_grpo.slurm.script import node_groups, threads_by_node
 
 MIN_TRAINING_S = 60
@@ -67,18 +66,10 @@ def _limits(cfg: Config) -> Found:
 
 def _groups(cfg: Config) -> Found:
     for key, nodes in node_groups(cfg).items():
-        for name, least in (("nodes", 1), ("gpus_per_node", 0), ("cpus_per_node", 1)):
-            value = getattr(nodes, name)
+        for name in ("nodes", "gpus_per_node", "cpus_per_node", "mem_gib"):
+            value, least = getattr(nodes, name), int(name != "gpus_per_node")
             if value is not None and value < least:
-                yield (
-                    (f"{key}.{name}",),
-                    f"{value} given; expected at least {least}.",
-                )
-        if nodes.mem_gib is not None and nodes.mem_gib < 1:
-            yield (
-                (f"{key}.mem_gib",),
-                f"{nodes.mem_gib} given; expected at least 1.",
-            )
+                yield (f"{key}.{name}",), f"{value} given; expected at least {least}."
         yield from _flags(f"{key}.flags", nodes.flags)
 
 
@@ -142,10 +133,7 @@ def _site(cfg: Config) -> Found:
             )
     for setting in cfg.site.environment:
         if not re.fullmatch(r"[A-Za-z_]\w*=[^\n]*", setting):
-            yield (
-                ("site.environment",),
-                f"{setting!r} given; expected NAME=VALUE.",
-            )
+            yield ("site.environment",), f"{setting!r} given; expected NAME=VALUE."
 
 
 def _container(cfg: Config) -> Found:

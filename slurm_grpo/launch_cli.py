@@ -93,7 +93,10 @@ def _run(argv: Sequence[str], start: Supervise | None) -> int:
     if start is None and cfg.cluster.kind == "slurm":
         return _submit(run, cfg, arguments)
     _make(run, cfg, replace=arguments.resume is not None)
-    return (start or _supervise)(run, cfg)
+    # Imported here: a configuration error should not wait for it.
+    from slurm_grpo.supervisor import run_supervisor
+
+    return (start or run_supervisor)(run, cfg)
 
 
 def _asked_for(arguments: Arguments) -> tuple[RunDir, Config]:
@@ -127,13 +130,6 @@ def _require_role_packages(cfg: Config) -> None:
             "Run `bash launch/quickstart.sh` once and use .venv/bin/python, or name an interpreter "
             "that has them with --cluster.python."
         )
-
-
-def _supervise(run: RunDir, cfg: Config) -> int:
-    # Here: a configuration error should not wait for its imports.
-    from slurm_grpo.supervisor import run_supervisor
-
-    return run_supervisor(run, cfg)
 
 
 def _submit(run: RunDir, cfg: Config, arguments: Arguments) -> int:

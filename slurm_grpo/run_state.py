@@ -9,7 +9,6 @@ Reads only; imports nothing heavy.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import socket
 import time
@@ -26,6 +25,7 @@ from slurm_grpo.errors import ConfigError, SlurmUnavailable
 from slurm_grpo.outcome import Ending
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.queue import UNKNOWN, ComponentState, job_states, jobs_of_script
+from slurm_grpo.summary import read_json
 
 SILENCE_S = 60.0
 """A heartbeat this old says nothing any more; six are due in the time."""
@@ -255,11 +255,3 @@ def _words(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object from a file; empty when it is not there or not whole."""
-    try:
-        return dict(json.loads(path.read_text()))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return {}

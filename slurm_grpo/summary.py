@@ -45,8 +45,8 @@ def build_summary(run: RunDir, cfg: Config, *, status: Status, error: str | None
     """The summary of the run as it stands on disk, all attempts together."""
     rows = read_run_metrics(run, "trainer")
     steps = [row for row in rows if "trainer/step_s" in row]
-    records = [_read_json(record_path(run.attempt(n))) for n in run.attempt_numbers()]
-    versions = [_read_json(run.attempt(n).versions) for n in run.attempt_numbers()]
+    records = [read_json(record_path(run.attempt(n))) for n in run.attempt_numbers()]
+    versions = [read_json(run.attempt(n).versions) for n in run.attempt_numbers()]
     return {
         "status": status,
         "error": error,
@@ -100,16 +100,14 @@ def _mean_reward(rows: Sequence[Row]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a file; empty when it is not there or not whole."""
     try:
         return dict(json.loads(path.read_text()))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
 
 
 def is_done(run: RunDir) -> bool:
     """Whether the last attempt came to its end: evaluated and exported too, not just trained."""
-    try:
-        return bool(json.loads(run.summary.read_text())["status"] == "done")
-    except (FileNotFoundError, ValueError):
-        return False
+    return bool(read_json(run.summary).get("status") == "done")

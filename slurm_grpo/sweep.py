@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +34,6 @@ class Element:
     run: RunDir
     changes: Changes
     config: Config
-    is_new: bool
-    """Not yet in the manifest."""
 
 
 def plan_elements(sweep: Sweep, overrides: Sequence[str], site: Path | None) -> list[Element]:
@@ -53,7 +52,8 @@ def plan_elements(sweep: Sweep, overrides: Sequence[str], site: Path | None) -> 
     _refuse_changes(sweep, folder, old)
     known = [element["changes"] for element in old]
     new = [changes for changes in sweep.changes if changes not in known]
-    elements, problems = [], _Problems(sweep)
+    elements = []
+    problems: defaultdict[str, set[int]] = defaultdict(set)
     for index, changes in enumerate([*known, *new]):
         name = f"{sweep.name}-{index:03}"
         own = {"run.runs_dir": str(folder), "run.name": name}
@@ -62,39 +62,26 @@ def plan_elements(sweep: Sweep, overrides: Sequence[str], site: Path | None) -> 
                 sweep.base, [*overrides, *_options(changes | own)], site=site
             )
         except ConfigError as error:
-            problems.add(index, str(error).splitlines()[1:] or [str(error)])
+            for line in str(error).splitlines()[1:] or [str(error)]:
+                problems[line.strip()].add(index)
             continue
         run = RunDir(folder / name)
-        problems.add(index, _differences(run, config))
-        elements.append(
-            Element(
-                index=index, run=run, changes=changes, config=config, is_new=index >= len(known)
-            )
-        )
-    problems.raise_any(len(known) + len(new))
+        for line in _differences(run, config):
+            problems[line].add(index)
+        elements.append(Element(index=index, run=run, changes=changes, config=config))
+    if problems:
+        raise ConfigError(_report(sweep, problems, len(known) + len(new)))
     return elements
 
 
-class _Problems:
-    """One report about many elements: a problem that several share is told once."""
-
-    def __init__(self, sweep: Sweep) -> None:
-        self._sweep = sweep
-        self._elements: dict[str, set[int]] = {}
-
-    def add(self, index: int, lines: Sequence[str]) -> None:
-        for line in lines:
-            self._elements.setdefault(line.strip(), set()).add(index)
-
-    def raise_any(self, n_elements: int) -> None:
-        if not self._elements:
-            return
-        n_bad = len({index for indices in self._elements.values() for index in indices})
-        lines = [f"{n_bad} of {n_elements} elements of {self._sweep.file} cannot run:"]
-        for text, indices in self._elements.items():
-            whose = "all" if len(indices) == n_elements else compress(indices)
-            lines.append(f"  [{whose}] {text}")
-        raise ConfigError("\n".join(lines))
+def _report(sweep: Sweep, problems: Mapping[str, set[int]], n_elements: int) -> str:
+    """A problem that several elements share is told once."""
+    n_bad = len(set[int]().union(*problems.values()))
+    lines = [f"{n_bad} of {n_elements} elements of {sweep.file} cannot run:"]
+    for text, indices in problems.items():
+        whose = "all" if len(indices) == n_elements else compress(indices)
+        lines.append(f"  [{whose}] {text}")
+    return "\n".join(lines)
 
 
 def _options(changes: Changes) -> list[str]:

@@ -23,7 +23,6 @@ from slurm_grpo.errors import ConfigError, ExitCode
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.run_state import (
     ARRAY_SCRIPT,
-    Standing,
     stand,
     stand_all,
     stand_where_possible,
@@ -108,13 +107,14 @@ def _positive(text: str) -> int:
 
 def _kind(elements: Sequence[Element], lanes: int | None) -> str:
     """`array`, `lanes` or `local`: how these elements are run. Raises ConfigError."""
-    kinds = {_placement(element.config) for element in elements}
+    clusters = [element.config.cluster for element in elements]
+    kinds = {"local" if c.kind == "local" else c.allocation for c in clusters}
     if len(kinds) > 1:
         raise ConfigError(
             f"cluster.kind, cluster.allocation: {', '.join(sorted(kinds))} in one sweep; expected "
             "one kind for all elements. Make a sweep of each."
         )
-    kind = kinds.pop()
+    kind = str(kinds.pop())
     if kind == "het" and lanes is None:
         raise ConfigError(
             "cluster.allocation: het, but Slurm refuses job arrays of heterogeneous jobs. Either "
@@ -128,10 +128,6 @@ def _kind(elements: Sequence[Element], lanes: int | None) -> str:
             "takes --max-running."
         )
     return {"het": "lanes", "split": "array"}.get(kind, kind)
-
-
-def _placement(cfg: Config) -> str:
-    return "local" if cfg.cluster.kind == "local" else cfg.cluster.allocation
 
 
 def _common_script(elements: Sequence[Element], folder: Path, max_running: int) -> str:
@@ -173,11 +169,8 @@ def _unfinished(elements: Sequence[Element], *, strict: bool) -> list[Element]:
     runs = [element.run for element in elements]
     standings = stand_all(runs) if strict else stand_where_possible(runs)
     _say(f"{len(elements)} elements in {runs[0].root.parent}: {tally(standings)}")
-    return [e for e, standing in zip(elements, standings, strict=True) if _needs_run(standing)]
-
-
-def _needs_run(standing: Standing) -> bool:
-    return not standing.is_alive and standing.word != "done"
+    pairs = zip(elements, standings, strict=True)
+    return [element for element, s in pairs if not s.is_alive and s.word != "done"]
 
 
 def _say_how(folder: Path, todo: list[Element], kind: str, arguments: argparse.Namespace) -> None:

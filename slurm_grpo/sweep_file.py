@@ -137,8 +137,10 @@ class _Reader:
             return lambda _: ""
 
         def draw(rng: random.Random) -> str:
+            if name == "uniform" and is_int:
+                return str(rng.randint(int(low), int(high)))
             if name == "uniform":
-                return str(rng.randint(int(low), int(high))) if is_int else _short(rng, low, high)
+                return f"{rng.uniform(low, high):.6g}"
             value = math.exp(rng.uniform(math.log(low), math.log(high)))
             return str(round(value)) if is_int else f"{value:.6g}"
 
@@ -221,10 +223,6 @@ def _draw(
         if (values := tuple(element.values())) not in seen:
             seen.add(values)
             yield element
-
-
-def _short(rng: random.Random, low: float, high: float) -> str:
-    return f"{rng.uniform(low, high):.6g}"
 
 
 def describe(changes: Changes) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from slurm_grpo import proctree
+from slurm_grpo.slurm.environment import clean_environment
 from slurm_grpo.slurm.steps import Step, StepLauncher, StepSpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,7 +22,12 @@ def spec(tmp_path: Path, *argv: str, peer: str = "engine-0", **env: str) -> Step
     return StepSpec(
         peer=peer,
         argv=argv,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "SLURM_GRPO_INCARNATION": "0", **env},
+        env={
+            **clean_environment(os.environ),
+            "PYTHONPATH": str(ROOT),
+            "SLURM_GRPO_INCARNATION": "0",
+            **env,
+        },
         log=tmp_path / f"{peer}.log",
         exit_file=tmp_path / f"{peer}.exit",
     )

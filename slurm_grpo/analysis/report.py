@@ -31,7 +31,8 @@ from slurm_grpo.config_checks import get
 from slurm_grpo.config_values import option_types
 from slurm_grpo.errors import ExitCode
 from slurm_grpo.fsio import write_durably
-from slurm_grpo.run_state import read_json, stand
+from slurm_grpo.run_state import stand
+from slurm_grpo.summary import read_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -41,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COLUMN",
         help=f"largest first; any column of --csv (default: {_EVAL}, or reward_last without)",
     )
-    parser.add_argument("--ascending", action="store_true", help="smallest first")
     parser.add_argument("--csv", action="store_true", help="every column, as CSV, to stdout")
 
 
@@ -54,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     column = _sort_column(arguments.sort, columns, names)
     present = [cells for cells in table if cells.get(column) is not None]
     absent = [cells for cells in table if cells.get(column) is None]
-    present.sort(key=lambda cells: _sortable(cells[column]), reverse=not arguments.ascending)
+    present.sort(key=lambda cells: _sortable(cells[column]), reverse=True)
     table = present + absent
     if arguments.csv:
         writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")

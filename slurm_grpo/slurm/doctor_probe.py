@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -186,21 +185,27 @@ class Probe:
         return f"{self.root.parent}: rename, link and fsync work; {seen}"
 
     def _network(self) -> str:
-        """Each node serves a number on its address and fetches the other's."""
-        address, nonce = host_address(), os.urandom(16)
+        """Each node listens on its address, where the kernel answers, and connects to the
+        other's."""
+        address = host_address()
         with socket.create_server((address, 0)) as server:
-            server.settimeout(_MEET_S + _CONNECT_S)
-            thread = threading.Thread(target=_serve_once, args=(server, nonce), daemon=True)
-            thread.start()
-            port = server.getsockname()[1]
-            told = f"{address} {port} {nonce.hex()} {socket.gethostname()}"
+            told = f"{address} {server.getsockname()[1]} {socket.gethostname()}"
             write_durably(self.root / f"{self.peer}.address", told.encode())
             words = read_whole(self.root / f"{self.other}.address", deadline_s=_MEET_S)
-            other, other_port, expected, name = words.decode().split()
-            here = f"{address} ({interface_of(address)})"
-            seconds = _fetch(here, other, int(other_port), bytes.fromhex(expected))
-            thread.join(_MEET_S)
-        return f"{here} reaches {other} in {1000 * seconds:.1f} ms; {_resolved(name)}"
+            other, port, name = words.decode().split()
+            here, started = f"{address} ({interface_of(address)})", time.monotonic()
+            try:
+                socket.create_connection((other, int(port)), _CONNECT_S).close()
+            except OSError as error:
+                raise SlurmGrpoError(
+                    f"{here} does not reach {other}:{port}: {error}. Name an interface that both "
+                    "groups reach in site.interface, or open the firewall."
+                ) from error
+            finally:
+                waited = time.monotonic() - started
+                write_durably(self.root / f"{self.peer}.connected", b"or tried to")
+                read_whole(self.root / f"{self.other}.connected", deadline_s=_MEET_S)
+        return f"{here} reaches {other} in {1000 * waited:.1f} ms; {_resolved(name)}"
 
     def _broadcast(self) -> str:
         """Over the policy group, as weights travel."""
@@ -235,27 +240,6 @@ class Probe:
 
 
 _OTHER_DIRECTORY = "Put run.runs_dir on a POSIX file system that all nodes share."
-
-
-def _serve_once(server: socket.socket, data: bytes) -> None:
-    try:
-        with server.accept()[0] as connection:
-            connection.sendall(data)
-    except OSError:
-        return  # nobody came: the other side reports that
-
-
-def _fetch(here: str, host: str, port: int, expected: bytes) -> float:
-    started = time.monotonic()
-    advice = "Name an interface that both groups reach in site.interface, or open the firewall."
-    try:
-        with socket.create_connection((host, port), _CONNECT_S) as connection:
-            received = connection.recv(len(expected), socket.MSG_WAITALL)
-    except OSError as error:
-        raise SlurmGrpoError(f"{here} does not reach {host}:{port}: {error}. {advice}") from error
-    if received != expected:
-        raise SlurmGrpoError(f"{here}: somebody else answers at {host}:{port}. {advice}")
-    return time.monotonic() - started
 
 
 def _resolved(name: str) -> str:

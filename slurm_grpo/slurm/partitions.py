@@ -16,18 +16,32 @@ from typing import TypeAlias
 from slurm_grpo.config import Config, NodesConfig
 from slurm_grpo.errors import SlurmUnavailable
 from slurm_grpo.slurm.allocation import expand_hosts
-from slurm_grpo.slurm.durations import limit_seconds
 from slurm_grpo.slurm.queue import run_slurm
 from slurm_grpo.slurm.script import cpus_per_node, flag_name, node_groups
 
 Found: TypeAlias = Iterator[tuple[tuple[str, ...], str]]
 
 _TIMEOUT_S = 5.0
+_LIMITS = (
+    r"(?P<minutes>\d+)(:(?P<seconds>\d+))?",
+    r"(?P<hours>\d+):(?P<minutes>\d+):(?P<seconds>\d+)",
+    r"(?P<days>\d+)-(?P<hours>\d+)(:(?P<minutes>\d+)(:(?P<seconds>\d+))?)?",
+)
+_UNIT_S = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 _SIZES = frozenset(
     "partition nodes cpus-per-task mem mem-per-cpu gres gpus-per-node constraint time".split()
 )
 """Flags that decide what fits: where a site or a group has its own words for them, nothing is
 refused."""
+
+
+def limit_seconds(text: str) -> int | None:
+    """Seconds in `30` (minutes), `30:00`, `4:00:00`, `2-0`, `2-12:30` or `2-12:30:00`; None for
+    anything else, such as `UNLIMITED`."""
+    for form in _LIMITS:
+        if match := re.fullmatch(form, text):
+            return sum(_UNIT_S[unit] * int(n) for unit, n in match.groupdict().items() if n)
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,12 +30,6 @@ def leftovers(env: Mapping[str, str]) -> list[str]:
     )
 
 
-def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` without `leftovers`."""
-    unwanted = set(leftovers(env))
-    return {name: value for name, value in env.items() if name not in unwanted}
-
-
 def require_sbatch() -> None:
     """Raise SlurmUnavailable where there is none."""
     if shutil.which("sbatch") is None:
@@ -51,10 +45,11 @@ def run_sbatch(arguments: Sequence[str], *, script: str | None = None) -> str:
     Raises SubmissionRefused with Slurm's words, SlurmUnavailable where there is no sbatch.
     """
     require_sbatch()
+    unwanted = leftovers(os.environ)
     try:
         done = subprocess.run(
             ["sbatch", *arguments],
-            env=clean_environment(os.environ),
+            env={name: value for name, value in os.environ.items() if name not in unwanted},
             input=script or "",
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

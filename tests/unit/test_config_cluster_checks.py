@@ -20,11 +20,11 @@ from slurm_grpo.config import (
 from slurm_grpo.config_cluster_checks import check_cluster
 from slurm_grpo.config_io import load_config
 from slurm_grpo.errors import ConfigError
-from slurm_grpo.slurm.durations import limit_seconds
 from slurm_grpo.slurm.partitions import (
     NodeKind,
     Partition,
     impossible_requests,
+    limit_seconds,
     read_partitions,
 )
 

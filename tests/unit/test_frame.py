@@ -247,7 +247,7 @@ def test_a_sweep_adds_the_keys_that_vary(tmp_path: Path, caplog: pytest.LogCaptu
             run=RunConfig(name=run.root.name, seed=3),
             trainer=TrainerConfig(optimizer=OptimizerConfig(lr=lr)),
         )
-        elements.append(Element(index=index, run=run, config=config, changes={}, is_new=True))
+        elements.append(Element(index=index, run=run, config=config, changes={}))
     write_elements(tmp_path, elements)
     for element in elements[:2]:
         begin_attempt(element.run, 0, 0)

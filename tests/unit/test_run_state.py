@@ -24,14 +24,13 @@ from slurm_grpo.run_state import (
     is_of,
     judge,
     live_supervisor_here,
-    read_json,
     stand,
     submitted_jobs,
     tally,
 )
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.queue import ComponentState
-from slurm_grpo.summary import write_summary
+from slurm_grpo.summary import read_json, write_summary
 
 
 @pytest.fixture
