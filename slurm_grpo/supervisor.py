@@ -439,7 +439,8 @@ class Supervisor:
             has_next = self._launcher.on_this_host or outcome.status == "done"
             show_end(self._run, summary, self._console, picture=picture, has_next=has_next)
             if outcome.error is not None:
-                self._print(f"\n{outcome.explanation}")
+                text = f"\n{outcome.explanation}"
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _draw(self) -> str:
         path = self._run.root / "reward.png"
@@ -455,9 +456,6 @@ class Supervisor:
     def _note(self, text: str) -> None:
         log.warning("%s", text)
         self._display.note(text)
-
-    def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _open_log(self) -> logging.Handler:
         handler = logging.FileHandler(self._attempt.log("supervisor"))

@@ -43,9 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     while standing.is_alive or live_supervisor_here(directory) is not None:
         waited = time.monotonic() - started
         if waited > arguments.timeout:
+            who = ", ".join(standing.job_ids) or f"pid {live_supervisor_here(directory)}"
             raise DeadlineExceeded(
                 f"{directory.root}: {standing.word} {waited:.0f} s after it was cancelled "
-                f"({_who(directory, standing)}). Wait for it with `slurm-grpo status`, or ask the "
+                f"({who}). Wait for it with `slurm-grpo status`, or ask the "
                 "cluster's administrators when the job hangs in COMPLETING."
             )
         # Again and again: a job caught while it requeued itself comes back.
@@ -70,8 +71,3 @@ def _ask_to_end(run: RunDir, standing: Standing) -> None:
             f"{run.root}: runs on {host}, which cannot be reached from here. Call this there, or "
             f"`kill {standing.record.get('pid')}`."
         )
-
-
-def _who(run: RunDir, standing: Standing) -> str:
-    jobs = ", ".join(standing.job_ids)
-    return f"job {jobs}" if jobs else f"supervisor pid {live_supervisor_here(run)}"

@@ -280,20 +280,17 @@ def _read_tasks(root: Path) -> Iterator[Finding]:
             what = f"{group} on {reports[peer]['node']}, {row['what']}"
             yield Finding(row["state"], what, row["text"])
     if len(reports) == len(PEERS):
-        yield from _same_versions(*(report["versions"] for report in reports.values()))
+        ours, theirs = (report["versions"] for report in reports.values())
+        for name in ("slurm_grpo", "torch"):
+            if ours.get(name) != theirs.get(name):
+                text = f"{ours.get(name)} for the engines, {theirs.get(name)} for the trainers"
+                yield Finding("FAIL", f"versions of {name}", f"{text}. Use one environment.")
         claims = [peer for peer, report in reports.items() if report["has_claimed"]]
         if len(claims) == 1:
             yield Finding("pass", "shared directory", "of two nodes, one made the same file")
         else:
             text = f"{len(claims)} of two nodes made the same file with link(), instead of one"
             yield Finding("FAIL", "shared directory", f"{text}. Use another file system.")
-
-
-def _same_versions(generators: dict[str, str], trainers: dict[str, str]) -> Iterator[Finding]:
-    for name in ("slurm_grpo", "torch"):
-        if generators.get(name) != trainers.get(name):
-            text = f"{generators.get(name)} for the engines, {trainers.get(name)} for the trainers"
-            yield Finding("FAIL", f"versions of {name}", f"{text}. Use one environment.")
 
 
 def _tail(path: Path) -> str:

@@ -10,6 +10,7 @@ import argparse
 import signal
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 from slurm_grpo.errors import ConfigError, ExitCode
@@ -125,15 +126,9 @@ class _EndWatch:
 
 def _tail_offset(path: Path, n_lines: int) -> int:
     """Where the last `n_lines` lines of a file begin."""
-    size = path.stat().st_size
     with path.open("rb") as file:
-        start, text = size, b""
-        while start > 0 and text.count(b"\n", 0, -1) < n_lines:
-            start = max(0, start - _BLOCK)
-            file.seek(start)
-            text = file.read(size - start)
-    kept = text.splitlines(keepends=True)[-n_lines:] if n_lines > 0 else []
-    return size - sum(map(len, kept))
+        kept = deque(file, maxlen=max(0, n_lines))
+        return file.tell() - sum(map(len, kept))
 
 
 def _copy(path: Path, offset: int) -> int:
