@@ -24,6 +24,7 @@ from typing import Any
 from slurm_grpo import errors
 from slurm_grpo.config import Config
 from slurm_grpo.config_io import read_frozen
+from slurm_grpo.fsio import write_durably
 from slurm_grpo.metrics import MetricsWriter
 from slurm_grpo.role_process import RoleContext, run_role
 from slurm_grpo.rundir import RunDir
@@ -90,7 +91,7 @@ def fake_trainer(context: RoleContext, orders: dict[str, Any]) -> None:
         follow(context, orders)
         return
     client, cfg = context.client, context.config
-    context.attempt_dir.resumed_from.write_text("0\n")
+    write_durably(context.attempt_dir.resumed_from, b"0\n")
     metrics = MetricsWriter(context.run.metrics_file("trainer"), attempt=context.attempt)
     client.send("trainer_store", address=STORE)
     client.send("progress", phase="first weights")
