@@ -80,14 +80,15 @@ class SlurmRun:
         """Until the job has come back from the queue for its attempt `number`."""
 
         def has_begun() -> bool:
-            # An error while a component still runs; and the wait of two minutes begins anew with
-            # each requeue.
-            subprocess.run(
-                ["scontrol", "update", f"JobId={self.job}", "StartTime=now"],
-                env=self.cluster.env,
-                capture_output=True,
-                check=False,
-            )
+            # Not before the former life has ended everywhere: Slurm would take its exit code for
+            # the new one's. And each requeue begins the wait of two minutes anew.
+            if all(row.state == "PENDING" for row in self.cluster.squeue(self.job)):
+                subprocess.run(
+                    ["scontrol", "update", f"JobId={self.job}", "StartTime=now"],
+                    env=self.cluster.env,
+                    capture_output=True,
+                    check=False,
+                )
             return number in self.run.attempt_numbers()
 
         self._wait(has_begun, timeout_s, f"attempt {number}")
