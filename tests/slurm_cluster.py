@@ -71,6 +71,8 @@ class Cluster:
         """Start a requeued job at once, which otherwise waits two minutes."""
         self.wait_state(job, ("PENDING", "RUNNING"), timeout_s)
         if any(row.state == "PENDING" for row in self.squeue(job)):
+            # A credential made in the second in which the former life was killed is refused.
+            time.sleep(2.0)
             self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def kill_node(self, node: str) -> None:

@@ -3,6 +3,7 @@ what comes of it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -80,15 +81,11 @@ class SlurmRun:
         """Until the job has come back from the queue for its attempt `number`."""
 
         def has_begun() -> bool:
-            # Not before the former life has ended everywhere: Slurm would take its exit code for
-            # the new one's. And each requeue begins the wait of two minutes anew.
-            if all(row.state == "PENDING" for row in self.cluster.squeue(self.job)):
-                subprocess.run(
-                    ["scontrol", "update", f"JobId={self.job}", "StartTime=now"],
-                    env=self.cluster.env,
-                    capture_output=True,
-                    check=False,
-                )
+            # Each requeue begins the wait of two minutes anew; the node may be lost meanwhile.
+            rows = self.cluster.squeue(self.job)
+            if rows and all((r.state, r.reason) == ("PENDING", "BeginTime") for r in rows):
+                with contextlib.suppress(AssertionError):
+                    self.cluster.start_now(self.job)
             return number in self.run.attempt_numbers()
 
         self._wait(has_begun, timeout_s, f"attempt {number}")
