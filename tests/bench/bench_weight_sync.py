@@ -4,7 +4,7 @@ same group.
 python tests/bench/bench_weight_sync.py MODEL_DIR [--repeats 9] [--bucket-mib N]
 
 The sender is this process, the receiver a real engine in another. Each repeat sends the model's
-bytes into staging twice, as tensors of a bucket's size (`transfer`: moving and the sender's digests,
+bytes into staging twice, as tensors of a bucket's size (`transfer`: moving, the sender's digests,
 nothing else) and as the model's own (`with_packing`: small tensors are copied into buckets too);
 broadcasts as many raw bytes, in one piece and in buckets, of which the faster counts; and installs
 with requests running. `verify` is the receiver's digests.
