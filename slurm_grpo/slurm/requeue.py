@@ -21,8 +21,11 @@ log = logging.getLogger(__name__)
 
 LEFTOVERS_S = 300.0
 """Longest wait for the end of an earlier life's steps."""
+SUCCESSOR_S = 7 * 24 * 3600.0
+"""Longest wait of a replaced life for the next one, which needs nodes first."""
 _POLL_S = 2.0
 _SUCCESSOR_POLL_S = 30.0
+_IN_QUEUE = ("PENDING", "REQUEUED")
 
 
 class Act(Enum):
@@ -69,7 +72,7 @@ def why_told_to_end(allocation: Allocation) -> tuple[Ending, str]:
     words = ", ".join(f"component {s.component} {s.state}, reason {s.reason}" for s in states)
     if any(s.reason == "TimeLimit" or s.state == "TIMEOUT" for s in states):
         return Ending.TIME_LIMIT, f"the time limit is reached ({words})"
-    if states[0].state in ("PENDING", "REQUEUED"):
+    if states[0].state in _IN_QUEUE:
         return Ending.REPLACED, f"Slurm takes this node for lost and has requeued the job ({words})"
     if all(s.state == "RUNNING" for s in states):
         if _is_preempted(allocation):
@@ -91,23 +94,30 @@ def end_leftover_steps(allocation: Allocation) -> None:
     next srun there would hang. Raises DeadlineExceeded.
     """
     deadline = time.monotonic() + LEFTOVERS_S
-    while left := _leftover_steps(allocation):
-        log.warning("ending steps that an earlier life of this job left: %s", ", ".join(left))
+    while True:
+        try:
+            left = _leftover_steps(allocation)
+            if not left:
+                return
+            log.warning("ending steps that an earlier life of this job left: %s", ", ".join(left))
+            what = f"steps {', '.join(left)} of an earlier life do not end"
+        except SlurmUnavailable as error:  # none must not be taken for granted
+            left, what = [], f"it is not known which steps an earlier life left ({error})"
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
-                f"job {allocation.reference}: steps {', '.join(left)} of an earlier life do not "
-                f"end within {LEFTOVERS_S:.0f} s. Look at their nodes: `squeue -s -j "
-                f"{allocation.job_id} -o '%i %N'`; then resume the run."
+                f"job {allocation.reference}: {what} within {LEFTOVERS_S:.0f} s. Look at their "
+                f"nodes: `squeue -s -j {allocation.job_id} -o '%i %N'`; then resume the run."
             )
-        _ask("scancel", "--signal=KILL", *left)
-        _ask("scancel", *left)  # a step that has no task to signal
+        if left:
+            _ask("scancel", "--signal=KILL", *left)
+            _ask("scancel", *left)  # a step that has no task to signal
         time.sleep(_POLL_S)
 
 
 def _leftover_steps(allocation: Allocation) -> list[str]:
     ids = ",".join(component.job_id for component in allocation.components)
     # Numbered ones: not J.batch, J.extern.
-    return re.findall(r"^\d+\.\d+$", _ask("squeue", "-h", "-s", "-j", ids, "-o", "%i"), re.M)
+    return re.findall(r"^\d+\.\d+$", run_slurm(("squeue", "-h", "-s", "-j", ids, "-o", "%i")), re.M)
 
 
 def wait_for_successor(allocation: Allocation) -> None:
@@ -116,8 +126,16 @@ def wait_for_successor(allocation: Allocation) -> None:
     Slurm would take the end of this one for the end of the whole job, mark component 1 as ended,
     and never start the leader again. Once the new life runs it ignores its predecessor's end.
     """
-    while why_told_to_end(allocation)[0] is Ending.REPLACED:
+    reference, deadline = allocation.reference, time.monotonic() + SUCCESSOR_S
+    log.warning("job %s is in the queue again: waiting here until its next life runs", reference)
+    while time.monotonic() < deadline:
+        try:
+            if job_states([reference])[reference][0].state not in _IN_QUEUE:
+                return
+        except SlurmUnavailable as error:  # a controller that restarts, say
+            log.warning("%s", error)
         time.sleep(_SUCCESSOR_POLL_S)
+    log.error("job %s: no next life within %.0f s; leaving", reference, SUCCESSOR_S)
 
 
 def requeue(allocation: Allocation) -> str:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
-from slurm_grpo.errors import ExitCode
+from slurm_grpo.errors import DeadlineExceeded, ExitCode
 from slurm_grpo.outcome import Ending, Outcome
+from slurm_grpo.slurm import requeue
+from slurm_grpo.slurm.allocation import Allocation, Component
 from slurm_grpo.slurm.requeue import Act, next_act
+
+JOB = Allocation(
+    job_id="7",
+    reference="7",
+    restart_count=1,
+    components=(Component(job_id="7", hosts=("gen1",), cpus=(6,)),),
+)
 
 
 def act(ending: Ending, code: int = 0, *, checkpoint: bool = False, n_left: int = 1) -> Act:
@@ -43,3 +55,24 @@ def test_an_infrastructure_failure_comes_back_if_the_attempt_got_anywhere() -> N
 @pytest.mark.parametrize("ending", [Ending.BOUNDARY, Ending.TIME_LIMIT])
 def test_requeues_are_bounded(ending: Ending) -> None:
     assert act(ending, n_left=0) is Act.FAIL
+
+
+def test_without_an_answer_no_step_of_an_earlier_life_is_taken_to_be_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(requeue, "LEFTOVERS_S", 0.2)
+    monkeypatch.setattr(requeue, "_POLL_S", 0.05)
+    with pytest.raises(DeadlineExceeded, match=r"job 7: it is not known .*squeue: no such command"):
+        requeue.end_leftover_steps(JOB)
+
+
+def test_a_replaced_life_waits_on_while_slurm_does_not_answer_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(requeue, "SUCCESSOR_S", 0.3)
+    monkeypatch.setattr(requeue, "_SUCCESSOR_POLL_S", 0.05)
+    started = time.monotonic()
+    requeue.wait_for_successor(JOB)
+    assert 0.3 <= time.monotonic() - started < 5
