@@ -146,7 +146,7 @@ class Supervisor:
         try:
             with self._signals:
                 outcome = self._outcome()
-                self._record.note(ending=outcome.ending.value)
+                self._record.note(ending=outcome.ending.value, exit_code=outcome.exit_code)
                 self._record.renew(peak_pss_bytes=self._peak_pss_bytes, status=outcome.status)
                 if outcome.ending is not Ending.REPLACED:
                     self._report(outcome)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from submitit.core.utils import UncompletedJobError
 
+from slurm_grpo.attempt import record_path
 from slurm_grpo.batch import RunFailed, run_batch
 from slurm_grpo.config import Config
 from slurm_grpo.errors import ConfigError, ExitCode, JobFailed
@@ -26,6 +27,7 @@ from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.executor import RunExecutor, RunJob
 from slurm_grpo.slurm.script import job_script, submitit_command
 from slurm_grpo.slurm.submit_env import require_sbatch, run_sbatch
+from slurm_grpo.summary import read_json
 from slurm_grpo.versions import PACKAGE_ROOT, VERSION_FILE, code_version
 
 _LAUNCHER = "launch/submit.py"
@@ -101,7 +103,7 @@ def snapshot_package(code_dir: Path) -> None:
 def wait_for_end(submission: Submission) -> int:
     """Print what the job's supervisor prints until the job has ended, over requeues; the exit code.
 
-    Raises JobFailed with the failing text.
+    Raises JobFailed with the failing text and the run's own exit code.
     """
     job, log = submission.job, submission.job_dir / "slurm.out"
     position, said = 0, ""
@@ -128,8 +130,18 @@ def wait_for_end(submission: Submission) -> int:
         # Submitit shows its own frames around what the run said.
         text = str(error).rpartition(f"{RunFailed.__module__}.{RunFailed.__name__}: ")[2]
         words = text.partition(f"\n{22 * '-'}\nYou can check")[0].strip()
-        raise JobFailed(f"job {job.job_id}: {words}") from None
+        failure = JobFailed(f"job {job.job_id}: {words}")
+        failure.exit_code = _exit_code(RunDir(submission.job_dir.parents[1]), job.job_id)
+        raise failure from None
     return ExitCode.OK if summary["status"] == "done" else ExitCode.STOPPED
+
+
+def _exit_code(run: RunDir, job_id: str) -> int:
+    """What the run's last attempt ended with, if it was this job's and could still say so."""
+    numbers = run.attempt_numbers()
+    record = read_json(record_path(run.attempt(numbers[-1]))) if numbers else {}
+    mine = str(record.get("job_id")) == job_id
+    return (int(record.get("exit_code", 0)) if mine else 0) or ExitCode.FAILURE
 
 
 def _taken_numbers(run: RunDir) -> list[int]:

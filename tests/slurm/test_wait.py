@@ -51,7 +51,7 @@ def test_a_failed_run_ends_the_wait_with_what_its_role_said(
     }
     config = slurm_runs.write_config(tmp_path, tiny_model_dir(), changes)
     done = wait(cluster, config)
-    assert done.returncode == ExitCode.FAILURE
+    assert done.returncode == ExitCode.SCORER
     words = done.stderr.splitlines()
     assert re.match(
         r"error: job \d+: failed: engine-0 ended on gen1: exit code 4, too many", words[0]
