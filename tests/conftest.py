@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from tiny_models import Family, make_tiny_model
 
 # Before torch, vLLM or wandb is imported; inherited by the processes that tests start.

@@ -14,7 +14,6 @@ from typing import Any
 
 import runs
 from slurm_cluster import Cluster
-
 from slurm_grpo import proctree
 from slurm_grpo.checkpoint_dirs import latest_complete
 from slurm_grpo.rundir import RunDir

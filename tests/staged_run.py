@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from sample_episodes import assert_same_groups, make_group, make_header, make_run, mark_saved
-
 from slurm_grpo.attempt import take_attempt
 from slurm_grpo.checkpoint_dirs import COMPLETE, complete_steps, latest_complete
 from slurm_grpo.config import AlgorithmConfig, Config, StagingConfig

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
-from training import copy_weights, hf_gradients, make_config, make_groups
 
 from slurm_grpo.errors import NonFiniteError
 from slurm_grpo.rundir import RunDir
@@ -21,6 +20,7 @@ from slurm_grpo.trainer.checkpoint import save_checkpoint
 from slurm_grpo.trainer.hf_layers import iter_hf_layers
 from slurm_grpo.trainer.learner import Learner
 from slurm_grpo.types import Group
+from training import copy_weights, hf_gradients, make_config, make_groups
 
 N_STEPS = 2
 BUDGET = 40

@@ -23,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from bench_line import print_bench_line, spread  # noqa: E402
-
 from slurm_grpo.analysis import open_run  # noqa: E402
 from slurm_grpo.analysis.export import export_episodes  # noqa: E402
 

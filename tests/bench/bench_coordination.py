@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from bench_line import print_bench_line, spread
 
+from bench_line import print_bench_line, spread
 from slurm_grpo.config import AlgorithmConfig, Config, GeneratorConfig, RunConfig, TrainerConfig
 from slurm_grpo.control.client import ControlClient
 from slurm_grpo.control.messages import LEADER, engine_name, trainer_name

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from bench_line import print_bench_line, spread
-
 from slurm_grpo.config import TaskConfig
 from slurm_grpo.metrics import read_metrics
 from slurm_grpo.rundir import RunDir

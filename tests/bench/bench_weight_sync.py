@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_line import print_bench_line, spread
 
+from bench_line import print_bench_line, spread
 from slurm_grpo.config import (
     Config,
     EngineConfig,

@@ -20,7 +20,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from bench_line import print_bench_line  # noqa: E402
 from sample_episodes import make_header, make_run  # noqa: E402
-
 from slurm_grpo.metrics import MetricsWriter  # noqa: E402
 from slurm_grpo.rundir import RunDir  # noqa: E402
 from slurm_grpo.staging.layout import MAX_SAMPLES, TEXT, Array, Columns  # noqa: E402

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import runs
 
+import runs
 from slurm_grpo import cli
 from slurm_grpo.analysis import open_run
 

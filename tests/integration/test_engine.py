@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from sync_peers import Peer, PeerError, engine_settings, peers
 from tiny_models import Family, make_tiny_model
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import ROOT, TESTS, wait_until
 
+from runs import ROOT, TESTS, wait_until
 from slurm_grpo.cli import main
 from slurm_grpo.config import ClusterConfig, Config, GeneratorConfig, ModelConfig, RunConfig
 from slurm_grpo.config_io import freeze_config

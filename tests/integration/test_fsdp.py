@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_models import Family
 from torch._C._distributed_c10d import HashStore
-from training import copy_weights, make_config, relative_difference
-from training_ranks import BUDGET, N_STEPS, train
 
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.trainer.checkpoint import load_checkpoint
 from slurm_grpo.trainer.learner import Learner
+from tiny_models import Family
+from training import copy_weights, make_config, relative_difference
+from training_ranks import BUDGET, N_STEPS, train
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import runs
 
+import runs
 from slurm_grpo.checkpoint_dirs import complete_steps
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging.manifest import committed_manifests

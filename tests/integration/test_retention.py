@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import runs
-
 from slurm_grpo.checkpoint_dirs import complete_steps
 from slurm_grpo.staging.compact import compact_run
 from slurm_grpo.staging.ledger import read_ledger

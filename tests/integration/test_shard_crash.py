@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from sample_episodes import assert_same_groups, make_group, make_run
 
+from sample_episodes import assert_same_groups, make_group, make_run
 from slurm_grpo.fsio import sweep_temporaries
 from slurm_grpo.staging.manifest import read_manifest
 from slurm_grpo.staging.shards import list_shards, read_groups, read_ref

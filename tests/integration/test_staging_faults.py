@@ -19,17 +19,9 @@ from typing import Any
 
 import h5py
 import pytest
+
 from faults import arm, disarm, hide, run_broken, step_clock
 from sample_episodes import assert_same_groups
-from staged_run import (
-    assert_exactly_once,
-    attempt,
-    attempt_until_done,
-    generated,
-    new_run,
-    publish,
-)
-
 from slurm_grpo.attempt import take_attempt
 from slurm_grpo.checkpoint_dirs import COMPLETE, complete_steps
 from slurm_grpo.errors import ShardError, StorageError
@@ -40,6 +32,14 @@ from slurm_grpo.staging.compact import compact_run
 from slurm_grpo.staging.manifest import Manifest, committed_manifests, publish_manifest
 from slurm_grpo.staging.shards import ShardRef, list_shards, read_groups, verify_shard
 from slurm_grpo.staging.verify import audit_run, verify_run
+from staged_run import (
+    assert_exactly_once,
+    attempt,
+    attempt_until_done,
+    generated,
+    new_run,
+    publish,
+)
 
 N_STEPS = 4
 PLACES = ("/episodes", "/manifests", "/attempts")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
 from slurm_cluster import Cluster, running_cluster, why_not
 
 

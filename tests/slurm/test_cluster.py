@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+
 from slurm_cluster import SCRIPT, Cluster, running_cluster, why_not
 
 pytestmark = pytest.mark.slurm

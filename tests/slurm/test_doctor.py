@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from model_shell import make_model_shell
 from slurm_cluster import Cluster
 

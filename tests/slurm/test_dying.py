@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import runs
 import slurm_runs
 from same_runs import assert_trained_once
 from slurm_cluster import Cluster, running_cluster
-from slurm_runs import SlurmRun
-
 from slurm_grpo.staging.shards import list_shards
+from slurm_runs import SlurmRun
 
 pytestmark = pytest.mark.slurm
 ModelDir = Callable[[], Path]

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from runs import ROOT, TESTS, step_rows, wait_until
 from slurm_cluster import Cluster, running_cluster, why_not
-from slurm_runs import submit as submit_run
-from slurm_runs import write_config
-
 from slurm_grpo.attempt import AttemptRecord
 from slurm_grpo.cli import main
 from slurm_grpo.config import ClusterConfig, Config
@@ -24,6 +22,8 @@ from slurm_grpo.errors import ExitCode
 from slurm_grpo.run_state import stand
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.queue import cancel_jobs, job_states, jobs_of_script
+from slurm_runs import submit as submit_run
+from slurm_runs import write_config
 
 pytestmark = pytest.mark.slurm
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from runs import ROOT, wait_until
 from slurm_cluster import Cluster
 

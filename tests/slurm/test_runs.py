@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import runs
 import slurm_runs
 from same_runs import assert_same_run, assert_trained_once
 from slurm_cluster import Cluster
-
 from slurm_grpo.staging.shards import list_shards
 
 pytestmark = pytest.mark.slurm

@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slurm_cluster import Cluster
-from step_conformance import StepConformance, python, spec, wait_for_end, wait_for_line
 
+from slurm_cluster import Cluster
 from slurm_grpo.config import ClusterConfig, Config, NodesConfig, SiteConfig, TrainerConfig
 from slurm_grpo.outcome import Ending
 from slurm_grpo.rundir import AttemptDir
 from slurm_grpo.slurm.allocation import Allocation, Component, expand_hosts
 from slurm_grpo.slurm.srun_steps import SrunLauncher
 from slurm_grpo.slurm.steps import StepSpec
+from step_conformance import StepConformance, python, spec, wait_for_end, wait_for_line
 
 pytestmark = pytest.mark.slurm
 

@@ -18,11 +18,11 @@ from typing import Any
 import cloudpickle
 import pytest
 import yaml
-from model_shell import make_model_shell
-from slurm_cluster import Cluster
 from submitit.core.utils import UncompletedJobError
 
 import slurm_grpo
+from model_shell import make_model_shell
+from slurm_cluster import Cluster
 from slurm_grpo.config import ClusterConfig, Config, NodesConfig, RunConfig
 from slurm_grpo.errors import ExitCode
 from slurm_grpo.slurm import executor as executor_module

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from submitit.core.utils import UncompletedJobError
+
 import runs
 import slurm_runs
 from slurm_cluster import Cluster
-from submitit.core.utils import UncompletedJobError
-
 from slurm_grpo.errors import ExitCode
 from slurm_grpo.slurm.executor import RunJob
 

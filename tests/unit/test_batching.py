@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
-from training import make_groups
 
 from slurm_grpo.errors import ConfigError
 from slurm_grpo.trainer.attention import PADDING, Segment, build_pack_mask, build_visible
@@ -18,6 +17,7 @@ from slurm_grpo.trainer.batching import (
     pack_groups,
 )
 from slurm_grpo.types import Group
+from training import make_groups
 
 CPU = torch.device("cpu")
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import Family
-from training import copy_weights, hf_logprobs, make_config, make_groups
 
 from slurm_grpo.checkpoint_dirs import COMPLETE, complete_steps, latest_complete, partial
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.trainer import checkpoint
 from slurm_grpo.trainer.checkpoint import export_hf, load_checkpoint, prune, save_checkpoint
 from slurm_grpo.trainer.learner import Learner
+from tiny_models import Family
+from training import copy_weights, hf_logprobs, make_config, make_groups
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CPU = torch.device("cpu")

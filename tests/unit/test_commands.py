@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import ROOT, wait_until
 
+from runs import ROOT, wait_until
 from slurm_grpo.attempt import AttemptRecord
 from slurm_grpo.cli import main
 from slurm_grpo.config import ClusterConfig, Config, RunConfig

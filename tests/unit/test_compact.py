@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from sample_episodes import (
     assert_same_groups,
     begin_attempt,
@@ -22,7 +23,6 @@ from sample_episodes import (
     publish_ids,
     take_step,
 )
-
 from slurm_grpo.attempt import RunLock
 from slurm_grpo.config import AlgorithmConfig, Config, RunConfig
 from slurm_grpo.config_io import freeze_config

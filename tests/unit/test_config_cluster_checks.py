@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from model_shell import make_model_shell
 
+from model_shell import make_model_shell
 from slurm_grpo.config import (
     ClusterConfig,
     Config,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from model_shell import make_model_shell
 
+from model_shell import make_model_shell
 from slurm_grpo.config import (
     AlgorithmConfig,
     Config,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_bench import LEADER, Bench, config
 
+from scheduler_bench import LEADER, Bench, config
 from slurm_grpo.control.messages import MessageError
 
 

@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import numpy as np
 import pandas as pd
 import pytest
-from sample_episodes import begin_attempt, make_group, make_header, make_run, train_step
 
+from sample_episodes import begin_attempt, make_group, make_header, make_run, train_step
 from slurm_grpo import cli
 from slurm_grpo.analysis import open_run
 from slurm_grpo.analysis.export import JsonLines

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from sample_episodes import begin_attempt, make_group, make_header, make_run, train_step
 
+from sample_episodes import begin_attempt, make_group, make_header, make_run, train_step
 from slurm_grpo.analysis import open_run, open_runs
 from slurm_grpo.config import Config, OptimizerConfig, RunConfig, TrainerConfig
 from slurm_grpo.errors import AnalysisError

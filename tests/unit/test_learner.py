@@ -10,6 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+
+from slurm_grpo.config import ScheduleConfig
+from slurm_grpo.errors import NonFiniteError
+from slurm_grpo.trainer import attention, head
+from slurm_grpo.trainer.batching import StepPacks
+from slurm_grpo.trainer.learner import Learner, lr_at
+from slurm_grpo.types import Group
 from tiny_models import Family
 from training import (
     copy_weights,
@@ -19,13 +26,6 @@ from training import (
     reference_gradients,
     relative_difference,
 )
-
-from slurm_grpo.config import ScheduleConfig
-from slurm_grpo.errors import NonFiniteError
-from slurm_grpo.trainer import attention, head
-from slurm_grpo.trainer.batching import StepPacks
-from slurm_grpo.trainer.learner import Learner, lr_at
-from slurm_grpo.types import Group
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CPU = torch.device("cpu")

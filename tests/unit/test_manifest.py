@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from sample_episodes import make_group, make_header, make_run
 
+from sample_episodes import make_group, make_header, make_run
 from slurm_grpo.errors import SchemaVersionError, ShardError
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.rundir import RunDir

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sample_episodes import assert_same_groups, make_group, make_header, make_run
 
+from sample_episodes import assert_same_groups, make_group, make_header, make_run
 from slurm_grpo.errors import ShardError, StorageError
 from slurm_grpo.fsio import (
     ShortRead,

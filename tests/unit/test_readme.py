@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from model_shell import make_model_shell
 
+from model_shell import make_model_shell
 from slurm_grpo.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]

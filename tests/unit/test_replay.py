@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_episodes import make_group, make_header, make_run
 
+from sample_episodes import make_group, make_header, make_run
 from slurm_grpo.analysis.replay import check_recorded, compare_losses, replay_config
 from slurm_grpo.config import (
     AlgorithmConfig,

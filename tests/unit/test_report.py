@@ -11,8 +11,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from sample_episodes import make_group, make_header, make_run
 
+from sample_episodes import make_group, make_header, make_run
 from slurm_grpo.analysis import open_run
 from slurm_grpo.analysis.plots import thinned
 from slurm_grpo.analysis.report import build_report, run

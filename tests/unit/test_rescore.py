@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from sample_episodes import make_group, make_header, make_run
 
+from sample_episodes import make_group, make_header, make_run
 from slurm_grpo.analysis import open_run
 from slurm_grpo.analysis.report import build_report
 from slurm_grpo.analysis.report_facts import Facts

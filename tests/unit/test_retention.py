@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+
 from sample_episodes import (
     begin_attempt,
     commit_step,
@@ -17,7 +18,6 @@ from sample_episodes import (
     publish_ids,
     take_step,
 )
-
 from slurm_grpo.config import AlgorithmConfig, Config, StagingConfig
 from slurm_grpo.config_io import freeze_config
 from slurm_grpo.rundir import RunDir

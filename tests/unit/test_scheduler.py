@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 import pytest
-from scheduler_bench import LEADER, Bench, config
 
+from scheduler_bench import LEADER, Bench, config
 from slurm_grpo.control.messages import MessageError
 from slurm_grpo.control.scheduler import Scheduler
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from model_shell import make_model_shell
 
+from model_shell import make_model_shell
 from slurm_grpo.config import Config
 from slurm_grpo.config_io import load_config
 from slurm_grpo.slurm import srun_steps

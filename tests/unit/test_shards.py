@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_episodes import assert_same_groups, make_group, make_header, make_run
 
+from sample_episodes import assert_same_groups, make_group, make_header, make_run
 from slurm_grpo.errors import SchemaVersionError, ShardError
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging import layout

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sample_episodes import begin_attempt, make_group, make_header, make_run, train_step
 
+from sample_episodes import begin_attempt, make_group, make_header, make_run, train_step
 from slurm_grpo import cli
 from slurm_grpo.analysis.terminal import printable
 from slurm_grpo.rundir import RunDir

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runs import ROOT, wait_until
 
+from runs import ROOT, wait_until
 from slurm_grpo.config import ClusterConfig, Config, NodesConfig, SiteConfig, TrainerConfig
 from slurm_grpo.control.address import address_of, interface_of
 from slurm_grpo.errors import ConfigError

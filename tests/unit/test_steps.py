@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from step_conformance import StepConformance, wait_for_line, wait_until_gone
 
 from slurm_grpo.config import Config, GeneratorConfig, ModelConfig, SiteConfig, TrainerConfig
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.environment import assign_gpus, role_environment, visible_gpus
 from slurm_grpo.slurm.steps import LocalLauncher, StepLauncher
+from step_conformance import StepConformance, wait_for_line, wait_until_gone
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from model_shell import make_model_shell
 
+from model_shell import make_model_shell
 from slurm_grpo import proctree
 from slurm_grpo.checkpoint_dirs import COMPLETE
 from slurm_grpo.config import Config

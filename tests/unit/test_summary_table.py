@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_episodes import begin_attempt, make_group, make_header, make_run, train_step
 
+from sample_episodes import begin_attempt, make_group, make_header, make_run, train_step
 from slurm_grpo import cli
 from slurm_grpo.analysis import open_run
 from slurm_grpo.analysis.summary_table import summary_text

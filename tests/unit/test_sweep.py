@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from model_shell import make_model_shell
 
+from model_shell import make_model_shell
 from slurm_grpo.attempt import AttemptRecord
 from slurm_grpo.cli import main as slurm_grpo
 from slurm_grpo.config import Config

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from sample_episodes import (
     begin_attempt,
     commit_step,
@@ -19,7 +20,6 @@ from sample_episodes import (
     publish_ids,
     take_step,
 )
-
 from slurm_grpo.errors import ConfigError, ExitCode
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging.ledger import record_retired
