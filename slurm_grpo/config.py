@@ -7,7 +7,9 @@ here reads a file.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from slurm_grpo.config_values import AT_LEAST_0, AT_LEAST_1, BELOW_1, Count, Positive, Range, Size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,9 +21,9 @@ class RunConfig:
     runs_dir: str = "runs"
     """Where run directories are made; on a cluster, a shared file system.
     Relative to the current directory."""
-    seed: int = 0
+    seed: Annotated[int, Range(lambda x: 0 <= x < 2**32, "at least 0 and below 2**32")] = 0
     """Seeds prompts, sampling and nothing else: the initial weights come from `model.path`."""
-    steps: int = 40
+    steps: Size = 40
     """Optimizer steps to take."""
     replay_of: str | None = None
     """Set by `slurm-grpo replay`: the run directory whose episodes this run trains on."""
@@ -51,9 +53,9 @@ class ScorerConfig:
     module_dir: str | None = None
     """With `module:function`: the directory that holds the module.
     By default the configuration file's, the current one, or the installed packages."""
-    timeout_s: float = 5.0
+    timeout_s: Positive = 5.0
     """Seconds one episode's scoring may take before it is marked as an error."""
-    max_errors: int = 64
+    max_errors: Count = 64
     """Episodes that may fail to score in one engine process before the run fails."""
 
 
@@ -76,9 +78,9 @@ class TaskConfig:
 class EvalConfig:
     """Greedy evaluation on held-out prompts."""
 
-    n_prompts: int = 128
+    n_prompts: Count = 128
     """Held-out prompts per evaluation; 0 turns evaluation off."""
-    every_steps: int = 0
+    every_steps: Count = 0
     """Also evaluate every N steps; 0: before and after training only."""
 
 
@@ -86,23 +88,26 @@ class EvalConfig:
 class AlgorithmConfig:
     """GRPO: how groups become a loss."""
 
-    groups_per_step: int = 8
+    groups_per_step: Size = 8
     """Prompts (groups) in one optimizer step."""
-    group_size: int = 8
+    group_size: Annotated[
+        int,
+        Range(lambda x: x >= 2, "at least 2, since an advantage compares the episodes of a group"),
+    ] = 8
     """Episodes per prompt."""
     advantage: Literal["std", "mean"] = "std"
     """`std`: (reward - mean) / (std + 1e-6) in the group; `mean`: reward - mean."""
-    clip_low: float = 0.2
+    clip_low: Annotated[float, Range(lambda x: 0 < x < 1, "between 0 and 1, such as 0.2")] = 0.2
     """The importance ratio is clipped below at 1 - clip_low."""
-    clip_high: float = 0.28
+    clip_high: Annotated[float, Range(lambda x: x > 0, "more than 0, such as 0.28")] = 0.28
     """The importance ratio is clipped above at 1 + clip_high."""
-    max_staleness: int = 0
+    max_staleness: Count = 0
     """Steps an episode's oldest token may lag behind the policy it trains; 0: on-policy."""
     order: Literal["strict", "ready"] = "strict"
     """Train on groups by group id (`strict`) or as they become ready (`ready`)."""
     drop_zero_spread: bool = False
     """Replace groups whose rewards are all equal (they carry no gradient) by further prompts."""
-    max_dropped_per_step: int = 160
+    max_dropped_per_step: Count = 160
     """Groups one step may drop before the run fails instead of searching for ever."""
 
 
@@ -110,9 +115,12 @@ class AlgorithmConfig:
 class SamplingConfig:
     """How completions are sampled during training."""
 
-    temperature: float = 1.0
+    temperature: Annotated[
+        float,
+        Range(lambda x: x > 0, "more than 0: greedy episodes of a group would all be the same"),
+    ] = 1.0
     """Sampling temperature."""
-    max_new_tokens: int = 24
+    max_new_tokens: Size = 24
     """Tokens a completion may have at most."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion; kept in the text."""
@@ -124,19 +132,23 @@ class EngineConfig:
 
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Weights and activations of the engine; weights are cast to it before they are sent."""
-    tensor_parallel: int = 1
+    tensor_parallel: Size = 1
     """GPUs (or CPU worker processes) per engine."""
-    max_model_len: int = 512
+    max_model_len: Annotated[int, Range(lambda x: x >= 2, "at least 2")] = 512
     """Longest prompt plus completion, tokens."""
-    max_num_seqs: int = 64
+    max_num_seqs: Size = 64
     """Sequences decoded together."""
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: Size = 8192
     """Tokens one engine step may process."""
-    kv_cache_gib: float = 0.5
+    kv_cache_gib: Positive = 0.5
     """KV cache per engine on CPUs, GiB."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: Annotated[
+        float, Range(lambda x: 0 < x <= 1, "more than 0 and at most 1")
+    ] = 0.9
     """Share of the GPU's memory an engine may take."""
-    block_size: int = 32
+    block_size: Annotated[
+        int, Range(lambda x: x > 0 and x % 32 == 0, "a multiple of 32, such as 32")
+    ] = 32
     """Tokens per KV block; prefixes are shared in whole blocks. A multiple of 32 on CPUs."""
     enforce_eager: bool = True
     """Skip CUDA graphs and compilation."""
@@ -150,16 +162,16 @@ class GeneratorConfig:
     """Independent engines; more of them is data parallelism."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    threads: int = 2
+    threads: Size = 2
     """CPU threads per engine."""
-    publish_groups: int = 4
+    publish_groups: Size = 4
     """Publish a shard after this many groups.
     Strict on-policy runs publish one shard per engine and step."""
-    publish_after_s: float = 2.0
+    publish_after_s: Positive = 2.0
     """Publish what is there after this many seconds."""
-    max_restarts: int = 3
+    max_restarts: Count = 3
     """Times one engine may be restarted in an attempt before the run fails."""
-    restart_backoff_s: float = 1.0
+    restart_backoff_s: Annotated[float, AT_LEAST_0] = 1.0
     """Pause before the first restart; doubles with each."""
 
 
@@ -170,7 +182,7 @@ class StagingConfig:
     keep: Literal["all", "trained", "recent"] = "all"
     """`all`: every shard. `trained`: those that a step trained on.
     `recent`: those that one of the last `keep_steps` steps trained on."""
-    keep_steps: int | None = None
+    keep_steps: Annotated[int | None, AT_LEAST_1] = None
     """With `recent`: how many steps."""
 
 
@@ -178,17 +190,17 @@ class StagingConfig:
 class OptimizerConfig:
     """AdamW."""
 
-    lr: float = 3e-5
+    lr: Positive = 3e-5
     """Peak learning rate."""
-    beta1: float = 0.9
+    beta1: Annotated[float, BELOW_1] = 0.9
     """First moment decay."""
-    beta2: float = 0.95
+    beta2: Annotated[float, BELOW_1] = 0.95
     """Second moment decay."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """Added to the denominator."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, AT_LEAST_0] = 0.0
     """Decoupled weight decay."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Positive = 1.0
     """Gradients are clipped to this global L2 norm."""
 
 
@@ -196,11 +208,11 @@ class OptimizerConfig:
 class ScheduleConfig:
     """Learning rate over steps."""
 
-    warmup_steps: int = 3
+    warmup_steps: Count = 3
     """Steps of linear warm-up from 0."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after warm-up, ending with the step after `run.steps`."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Annotated[float, Range(lambda x: 0 <= x <= 1, "between 0 and 1")] = 0.0
     """Final learning rate as a share of the peak (linear and cosine)."""
 
 
@@ -208,9 +220,9 @@ class ScheduleConfig:
 class CheckpointConfig:
     """What is saved, and when. A checkpoint at the end is always written."""
 
-    every_steps: int = 10
+    every_steps: Count = 10
     """Save every N steps; 0: at the end only."""
-    keep: int = 2
+    keep: Size = 2
     """Complete checkpoints kept; older ones are removed once a newer one is complete."""
     export_hf: bool = True
     """At the end, also write a Hugging Face directory."""
@@ -220,20 +232,20 @@ class CheckpointConfig:
 class TrainerConfig:
     """The trainer side: ranks, packing, optimizer."""
 
-    n_ranks: int = 1
+    n_ranks: Size = 1
     """Trainer processes; FSDP shards over them."""
-    tokens_per_microbatch: int = 2048
+    tokens_per_microbatch: Annotated[int, Range(lambda x: x >= 2, "at least 2")] = 2048
     """Tokens in one packed forward pass; a group's prompt counts once."""
     forward_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Parameters are cast to this for forward and backward; masters stay float32."""
-    threads: int = 2
+    threads: Size = 2
     """CPU threads per rank."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass to save memory."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    wait_for_groups_s: float = 1800.0
+    wait_for_groups_s: Positive = 1800.0
     """Seconds a step may wait for its groups before the run fails, naming the engines."""
 
 
@@ -241,13 +253,13 @@ class TrainerConfig:
 class WeightSyncConfig:
     """The broadcast of new weights to the engines."""
 
-    bucket_mib: int = 32
+    bucket_mib: Size = 32
     """Size of one broadcast, MiB; five of them are held at most."""
-    door_timeout_s: float = 300.0
+    door_timeout_s: Positive = 300.0
     """Seconds an engine may take to come to the door before it is given up and restarted."""
-    transfer_timeout_s: float = 120.0
+    transfer_timeout_s: Positive = 120.0
     """Seconds one broadcast may take before both sides abort the group and a new one is formed."""
-    max_probe_difference: float = 1.0
+    max_probe_difference: Positive = 1.0
     """Mean absolute log-probability difference (nats) that fails a run after a sync.
     Engines and trainer compare a fixed prompt: above it, the engine runs other weights."""
 
@@ -274,13 +286,13 @@ class NodesConfig:
     """Account. A heterogeneous job takes the generators' for both groups unless set."""
     qos: str | None = None
     """Quality of service; like the account."""
-    nodes: int = 1
+    nodes: Size = 1
     """Nodes."""
-    gpus_per_node: int = 0
+    gpus_per_node: Count = 0
     """GPUs on each node; 0 runs on CPUs."""
-    cpus_per_node: int | None = None
+    cpus_per_node: Annotated[int | None, AT_LEAST_1] = None
     """CPUs on each node. Unset: what its processes' `threads` add up to."""
-    mem_gib: int | None = None
+    mem_gib: Annotated[int | None, AT_LEAST_1] = None
     """Memory on each node, GiB."""
     constraint: str | None = None
     """Node features."""
@@ -310,15 +322,15 @@ class ClusterConfig:
     """Time limit of the job, as Slurm writes it: minutes, H:M:S or D-H:M:S."""
     signal_s: int = 300
     """Seconds before the limit at which the run saves a checkpoint and requeues itself."""
-    max_requeues: int = 16
+    max_requeues: Count = 16
     """Times a run may put itself back into the queue."""
     python: str | None = None
     """Interpreter of the role processes (with torch and vLLM); by default the launching one."""
-    start_timeout_s: float = 600.0
+    start_timeout_s: Positive = 600.0
     """Seconds a role may take from its start until it is ready."""
-    heartbeat_timeout_s: float = 60.0
+    heartbeat_timeout_s: Positive = 60.0
     """Seconds without a sign of life before a process counts as dead."""
-    stop_grace_s: float = 5.0
+    stop_grace_s: Positive = 5.0
     """Seconds between asking a process to end and killing it."""
 
 

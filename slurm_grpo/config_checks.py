@@ -9,93 +9,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from slurm_grpo import model_support
 from slurm_grpo.config import Config
 from slurm_grpo.config_cluster_checks import check_cluster
+from slurm_grpo.config_values import option_types
 from slurm_grpo.slurm.partitions import Found
 from slurm_grpo.tasks.checks import check_task
-
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """What one number must be."""
-
-    holds: Callable[[Any], bool]
-    expected: str
-
-
-def _at_least(bound: float) -> _Range:
-    return _Range(lambda x: x >= bound, f"at least {bound:g}")
-
-
-_POSITIVE = _Range(lambda x: x > 0, "more than 0")
-_SHARE = _Range(lambda x: 0 <= x <= 1, "between 0 and 1")
-_BELOW_ONE = _Range(lambda x: 0 <= x < 1, "at least 0 and below 1")
-
-_RANGES: dict[str, _Range] = {
-    "run.seed": _Range(lambda x: 0 <= x < 2**32, "at least 0 and below 2**32"),
-    "run.steps": _at_least(1),
-    "task.scorer.timeout_s": _POSITIVE,
-    "task.scorer.max_errors": _at_least(0),
-    "evaluation.n_prompts": _at_least(0),
-    "evaluation.every_steps": _at_least(0),
-    "algorithm.groups_per_step": _at_least(1),
-    "algorithm.group_size": _Range(
-        lambda x: x >= 2, "at least 2, since an advantage compares the episodes of a group"
-    ),
-    "algorithm.clip_low": _Range(lambda x: 0 < x < 1, "between 0 and 1, such as 0.2"),
-    "algorithm.clip_high": _Range(lambda x: x > 0, "more than 0, such as 0.28"),
-    "algorithm.max_staleness": _at_least(0),
-    "algorithm.max_dropped_per_step": _at_least(0),
-    "generator.sampling.temperature": _Range(
-        lambda x: x > 0, "more than 0: greedy episodes of a group would all be the same"
-    ),
-    "generator.sampling.max_new_tokens": _at_least(1),
-    "generator.engine.tensor_parallel": _at_least(1),
-    "generator.engine.max_model_len": _at_least(2),
-    "generator.engine.max_num_seqs": _at_least(1),
-    "generator.engine.max_num_batched_tokens": _at_least(1),
-    "generator.engine.kv_cache_gib": _POSITIVE,
-    "generator.engine.gpu_memory_utilization": _Range(
-        lambda x: 0 < x <= 1, "more than 0 and at most 1"
-    ),
-    "generator.engine.block_size": _Range(
-        lambda x: x > 0 and x % 32 == 0, "a multiple of 32, such as 32"
-    ),
-    "generator.threads": _at_least(1),
-    "generator.publish_groups": _at_least(1),
-    "generator.publish_after_s": _POSITIVE,
-    "generator.max_restarts": _at_least(0),
-    "generator.restart_backoff_s": _at_least(0),
-    "staging.keep_steps": _Range(lambda x: x is None or x >= 1, "at least 1"),
-    "trainer.n_ranks": _at_least(1),
-    "trainer.tokens_per_microbatch": _at_least(2),
-    "trainer.threads": _at_least(1),
-    "trainer.wait_for_groups_s": _POSITIVE,
-    "trainer.optimizer.lr": _POSITIVE,
-    "trainer.optimizer.beta1": _BELOW_ONE,
-    "trainer.optimizer.beta2": _BELOW_ONE,
-    "trainer.optimizer.eps": _POSITIVE,
-    "trainer.optimizer.weight_decay": _at_least(0),
-    "trainer.optimizer.max_grad_norm": _POSITIVE,
-    "trainer.schedule.warmup_steps": _at_least(0),
-    "trainer.schedule.min_lr_ratio": _SHARE,
-    "trainer.checkpoint.every_steps": _at_least(0),
-    "trainer.checkpoint.keep": _at_least(1),
-    "weight_sync.bucket_mib": _at_least(1),
-    "weight_sync.door_timeout_s": _POSITIVE,
-    "weight_sync.transfer_timeout_s": _POSITIVE,
-    "weight_sync.max_probe_difference": _POSITIVE,
-    "cluster.max_requeues": _at_least(0),
-    "cluster.start_timeout_s": _POSITIVE,
-    "cluster.heartbeat_timeout_s": _POSITIVE,
-    "cluster.stop_grace_s": _POSITIVE,
-}
 
 
 def check(cfg: Config, *, skip: Collection[str] = ()) -> list[tuple[tuple[str, ...], str]]:
@@ -105,7 +28,8 @@ def check(cfg: Config, *, skip: Collection[str] = ()) -> list[tuple[tuple[str, .
     """
     ranges = {
         key: f"{get(cfg, key)} given; expected {rule.expected}."
-        for key, rule in _RANGES.items()
+        for key, hint in option_types(Config, include_extras=True).items()
+        for rule in getattr(hint, "__metadata__", ())
         if not rule.holds(get(cfg, key))
     }
     findings: list[tuple[tuple[str, ...], str]] = [

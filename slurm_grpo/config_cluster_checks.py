@@ -25,12 +25,8 @@ def check_cluster(cfg: Config) -> Found:
     """Every broken rule of a run's cluster and site."""
     yield from _python(cfg)
     if cfg.cluster.kind == "slurm":
-        for rules in (_unused, _site, _container, _paths):
+        for rules in (_unused, _site, _container, _paths, _limits, _sizes):
             yield from rules(cfg)
-        numbers = [*_limits(cfg), *_groups(cfg)]
-        yield from numbers
-        if not numbers and cfg.generator.engine.tensor_parallel > 0:
-            yield from _sizes(cfg)
 
 
 def _python(cfg: Config) -> Found:
@@ -64,15 +60,6 @@ def _limits(cfg: Config) -> Found:
         )
 
 
-def _groups(cfg: Config) -> Found:
-    for key, nodes in node_groups(cfg).items():
-        for name in ("nodes", "gpus_per_node", "cpus_per_node", "mem_gib"):
-            value, least = getattr(nodes, name), int(name != "gpus_per_node")
-            if value is not None and value < least:
-                yield (f"{key}.{name}",), f"{value} given; expected at least {least}."
-        yield from _flags(f"{key}.flags", nodes.flags)
-
-
 def _flags(key: str, flags: tuple[str, ...], example: str = "--reservation=course") -> Found:
     for flag in flags:
         if not _FLAG.fullmatch(flag):
@@ -98,6 +85,10 @@ def _unused(cfg: Config) -> Found:
 
 def _sizes(cfg: Config) -> Found:
     """Processes against GPUs and CPUs, and these against what the partitions have."""
+    groups = node_groups(cfg).values()
+    counts = [n for nodes in groups for n in (nodes.nodes, nodes.gpus_per_node + 1)]
+    if min(*counts, cfg.generator.engine.tensor_parallel) < 1:
+        return  # said already
     try:
         threads = threads_by_node(cfg)
     except ConfigError as error:
@@ -123,6 +114,8 @@ def _sizes(cfg: Config) -> Found:
 
 
 def _site(cfg: Config) -> Found:
+    for key, nodes in node_groups(cfg).items():
+        yield from _flags(f"{key}.flags", nodes.flags)
     yield from _flags("site.flags", cfg.site.flags)
     yield from _flags("site.srun_flags", cfg.site.srun_flags, "--network=sn_all")
     for name in cfg.site.remove_flags:

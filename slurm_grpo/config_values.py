@@ -1,4 +1,5 @@
-"""Turning text into the types of a dataclass: the YAML side of `config_io.py`.
+"""Turning text into the types of a dataclass: the YAML side of `config_io.py`, and the bounds that
+`config.py` gives its numbers.
 
 Knows dataclasses, `Literal`, optional values and tuples, not what any field means. PyYAML's own
 guesses are not used (`1e-6` would be a string, `no` a boolean): a scalar is converted from its text
@@ -12,8 +13,19 @@ import difflib
 import functools
 import math
 import types
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterable, Sequence
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import yaml
 
@@ -22,19 +34,36 @@ _NULL = "tag:yaml.org,2002:null"
 _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
+class Range(NamedTuple):
+    """What a number must be, as `config_checks.py` holds it against and words it."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+AT_LEAST_0 = Range(lambda x: x >= 0, "at least 0")
+AT_LEAST_1 = Range(lambda x: x is None or x >= 1, "at least 1")
+BELOW_1 = Range(lambda x: 0 <= x < 1, "at least 0 and below 1")
+Count: TypeAlias = Annotated[int, AT_LEAST_0]
+Size: TypeAlias = Annotated[int, AT_LEAST_1]
+Positive: TypeAlias = Annotated[float, Range(lambda x: x > 0, "more than 0")]
+
+
 class BadValue(ValueError):
     """A text that is not of the field's type; says what was expected."""
 
 
 @functools.cache
-def option_types(cls: type, prefix: str = "") -> dict[str, Any]:
-    """Every dotted key of a nested dataclass with its type, in the order of the schema."""
+def option_types(cls: type, prefix: str = "", *, include_extras: bool = False) -> dict[str, Any]:
+    """Every dotted key of a nested dataclass with its type, in the order of the schema; with
+    `include_extras`, as annotated."""
     found: dict[str, Any] = {}
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=include_extras)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
-            found |= option_types(hint, f"{prefix}{field.name}.")  # type: ignore[arg-type]
+            inside = f"{prefix}{field.name}."
+            found |= option_types(hint, inside, include_extras=include_extras)  # type: ignore[arg-type]
         else:
             found[prefix + field.name] = hint
     return found
