@@ -262,7 +262,7 @@ def _tasks(facts: Facts) -> str:
                 _arrow(change.early, change.late) if change else "-",
                 _difference(change) if change else "-",
                 f"{row['length']:.1f}",
-                *(_percent(row[name]) for name in ("cut", "equal", "unique")),
+                *(_percent(row[name]) for name in ("cut", "zero", "unique")),
                 row["errors"],
             ]
         )

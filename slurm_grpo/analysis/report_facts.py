@@ -1,6 +1,6 @@
-"""What the report says in numbers: one reading of a run, and the answers drawn from it.
+"""What the report and the summary say in numbers: one reading of a run, and the answers drawn from it.
 
-Between `frame.py` and the pages of `report.py`. Every number is computed here, from episodes that
+Between `frame.py` and the pages of `report.py` and `summary_table.py`. Every number is computed here, from episodes that
 count and from the trainer's metrics; a number that cannot be known is NaN or left out, never 0.
 """
 
@@ -66,7 +66,7 @@ class Facts:
     def episodes(self) -> pd.DataFrame:
         """Every episode that counts. `reward` and the parts, by their columns' names, are NaN where
         scoring failed. `is_cut`: ended by the length limit. `version`: the oldest token's; -1
-        without tokens."""
+        without tokens. `mismatch`: that of its step."""
         names = ["episode_id", "group_id", "task", "step", "staleness", "n_tokens"]
         names += ["finish_reason", "policy_version_min", self.columns.error, self.columns.reward]
         parts = list(self.columns.parts.values())
@@ -76,7 +76,39 @@ class Facts:
         found["is_error"] = found.pop(self.columns.error).notna()
         found["is_cut"] = found.pop("finish_reason") == "length"
         found.loc[found["is_error"], ["reward", *parts]] = np.nan
+        by_step = dict(zip(*self.points("trainer/mismatch_k3_nats"), strict=True))
+        found["mismatch"] = found["step"].map(by_step).astype("f8")
         return found
+
+    @cached_property
+    def groups(self) -> pd.DataFrame:
+        """Every group that counts; `zero_spread`: no two of its rewards differ."""
+        names = ["group_id", "task", "policy_version_min", "n_unique_answers", "n_episodes"]
+        found = self.run.groups(names).rename(columns={"policy_version_min": "version"})
+        n_rewards = self.episodes.groupby("group_id")["reward"].nunique()
+        found["zero_spread"] = found["group_id"].map(n_rewards) <= 1
+        return found
+
+    def summarize(self, by: str) -> pd.DataFrame:
+        """One row per value of the column `by`, which episodes and groups have. The last columns
+        are the reward's parts."""
+        of = self.episodes.groupby(by, observed=True)
+        prompts = self.groups.groupby(by, observed=True)
+        return pd.DataFrame(
+            {
+                "episodes": of.size(),
+                "prompts": prompts.size(),
+                "reward": of["reward"].mean(),
+                "length": of["n_tokens"].mean(),
+                "cut": of["is_cut"].mean(),
+                "errors": of["is_error"].sum(),
+                "zero": prompts["zero_spread"].mean(),
+                "stale": of["staleness"].mean().astype("f8"),
+                "unique": prompts["n_unique_answers"].sum() / prompts["n_episodes"].sum(),
+                "mismatch": of["mismatch"].mean(),
+                **{name: of[column].mean() for name, column in self.columns.parts.items()},
+            }
+        )
 
     @cached_property
     def trained(self) -> pd.DataFrame:
@@ -108,27 +140,12 @@ class Facts:
 
     @cached_property
     def tasks(self) -> pd.DataFrame:
-        """One row per task: episodes, prompts, change of reward, and how answers ended."""
-        rows = []
-        groups = self.run.groups(["task", "n_unique_answers", "n_episodes"])
-        for task, of in self.episodes.groupby("task", observed=True):
-            prompts = groups[groups["task"] == task]
-            rewards = of.groupby("group_id")["reward"]
-            rows.append(
-                {
-                    "task": str(task),
-                    "episodes": len(of),
-                    "prompts": len(prompts),
-                    "reward": of["reward"].mean(),
-                    "change": self.change(task=str(task)),
-                    "length": of["n_tokens"].mean(),
-                    "cut": of["is_cut"].mean(),
-                    "errors": int(of["is_error"].sum()),
-                    "equal": (rewards.nunique() <= 1).mean(),
-                    "unique": prompts["n_unique_answers"].sum() / prompts["n_episodes"].sum(),
-                }
-            )
-        return pd.DataFrame(rows)
+        """`summarize` by task, and `change` of the reward; empty without episodes."""
+        if self.episodes.empty:
+            return pd.DataFrame()
+        table = self.summarize("task").reset_index().astype({"task": str})
+        table["change"] = [self.change(task=task) for task in table["task"]]
+        return table
 
     def points(self, key: str) -> Points:
         """A trainer metric over steps."""
