@@ -1,7 +1,9 @@
-"""What the report and the summary say in numbers: one reading of a run, and the answers drawn from it.
+"""What the report and the summary say in numbers: one reading of a run, and the answers drawn from
+it.
 
-Between `frame.py` and the pages of `report.py` and `summary_table.py`. Every number is computed here, from episodes that
-count and from the trainer's metrics; a number that cannot be known is NaN or left out, never 0.
+Between `frame.py` and the pages of `report.py` and `summary_table.py`. Every number is computed
+here, from episodes that count and from the trainer's metrics; a number that cannot be known is NaN
+or left out, never 0.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ so that tests simulate time.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -21,7 +22,7 @@ from slurm_grpo.control.messages import (
     LEADER,
     Body,
     MessageError,
-    check_message,
+    check_kind,
     engine_name,
     trainer_name,
 )
@@ -106,18 +107,22 @@ class Scheduler:
         """Take one message. Raises MessageError for one that cannot be understood; ignores dead
         incarnations.
         """
-        check_message(peer, kind, body)
+        check_kind(peer, kind)
         if peer not in self._peers:
             raise MessageError(
                 f"control plane: this run has no {peer}; it has {', '.join(self._peers)}."
             )
         sender = self._peers[peer]
+        handler: Callable[..., None] = getattr(self, f"_on_{kind}")
+        try:
+            inspect.signature(handler).bind(sender, **body)
+        except TypeError as error:
+            raise MessageError(f"{peer}: {kind}: {error}.") from None
         if incarnation > sender.incarnation:
             self._start(sender, incarnation, now)
         if incarnation < sender.incarnation or sender.state == "down":
             return
         self._now = sender.last_seen = now
-        handler: Callable[..., None] = getattr(self, f"_on_{kind}")
         handler(sender, **body)
 
     def _on_heartbeat(self, sender: _Peer, **_: Any) -> None:
