@@ -8,12 +8,12 @@ overwritten. Knows nothing about how the run proceeds.
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeAlias
@@ -52,23 +52,7 @@ _DESCRIPTION = f"""\
     --wait            follows it and ends with the run's result
 """
 
-
-_SWITCHES = ("--help", "--dry-run", "--test-only", "--wait")
-_SPELLINGS = {"-h": "--help", "--dry_run": "--dry-run", "--test_only": "--test-only"}
-
 Supervise: TypeAlias = Callable[[RunDir, Config], int]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arguments:
-    """The command line, taken apart."""
-
-    config: Path | None
-    resume: Path | None
-    site: Path | None
-    overrides: list[str]
-    switches: frozenset[str]
-    """Of `_SWITCHES`, those given."""
 
 
 def main(argv: Sequence[str], start: Supervise | None = None) -> int:
@@ -80,14 +64,14 @@ def main(argv: Sequence[str], start: Supervise | None = None) -> int:
 
 
 def _run(argv: Sequence[str], start: Supervise | None) -> int:
-    arguments = parse(argv)
-    if "--help" in arguments.switches:
+    arguments = _parse(argv)
+    if arguments.help:
         return _print_help(arguments.config)
     run, cfg = _asked_for(arguments)
-    if "--dry-run" in arguments.switches:
+    if arguments.dry_run:
         sys.stdout.write(describe(run, cfg))
         return 0
-    if "--test-only" in arguments.switches:
+    if arguments.test_only:
         return _test_only(run, cfg)
     _require_role_packages(cfg)
     if start is None and cfg.cluster.kind == "slurm":
@@ -99,7 +83,7 @@ def _run(argv: Sequence[str], start: Supervise | None) -> int:
     return (start or run_supervisor)(run, cfg)
 
 
-def _asked_for(arguments: Arguments) -> tuple[RunDir, Config]:
+def _asked_for(arguments: argparse.Namespace) -> tuple[RunDir, Config]:
     """The run to start or continue, checked; nothing is made yet."""
     if arguments.resume is not None:
         return _resumed(arguments.resume, arguments.overrides)
@@ -132,7 +116,7 @@ def _require_role_packages(cfg: Config) -> None:
         )
 
 
-def _submit(run: RunDir, cfg: Config, arguments: Arguments) -> int:
+def _submit(run: RunDir, cfg: Config, arguments: argparse.Namespace) -> int:
     from slurm_grpo.slurm.submission import submit_run, wait_for_end
 
     require_sbatch()
@@ -155,7 +139,7 @@ def _submit(run: RunDir, cfg: Config, arguments: Arguments) -> int:
         f" cancel         {program} cancel {where}\n"
     )
     sys.stdout.flush()
-    if "--wait" not in arguments.switches:
+    if not arguments.wait:
         return ExitCode.OK
     try:
         return wait_for_end(submission)
@@ -175,43 +159,30 @@ def _test_only(run: RunDir, cfg: Config) -> int:
     return ExitCode.OK
 
 
-def parse(argv: Sequence[str]) -> Arguments:
-    """Split the command line; options of the configuration are passed on as they are."""
-    config: Path | None = None
-    files: dict[str, Path | None] = {"--resume": None, "--site": None}
-    expected = {
-        "--resume": "a run directory, such as runs/my-run",
-        "--site": "a YAML file, such as configs/sites/plain.yaml",
-    }
-    overrides: list[str] = []
-    switches: set[str] = set()
-    words = iter(argv)
-    for word in words:
-        name, _, value = word.partition("=")
-        if (switch := _SPELLINGS.get(word, word)) in _SWITCHES:
-            switches.add(switch)
-        elif name in files:
-            value = value or next(words, "")
-            if not value or value.startswith("--"):
-                raise ConfigError(f"{name}: expected {expected[name]}.")
-            files[name] = Path(value)
-        elif config is None and not overrides and not word.startswith("-"):
-            config = Path(word)
-        else:
-            overrides.append(word)
-    resume, site = files["--resume"], files["--site"]
-    if resume is not None and (other := config or site):
-        raise ConfigError(
-            f"{other}: not used with --resume, since {resume} holds the run's own configuration. "
-            "Leave one of them out."
-        )
-    return Arguments(
-        config=config,
-        resume=resume,
-        site=site,
-        overrides=overrides,
-        switches=frozenset(switches),
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line taken apart; options of the configuration are passed on as they are, in
+    `overrides`."""
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM, usage=_USAGE, add_help=False, allow_abbrev=False
     )
+    parser.add_argument("--resume", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--site", type=Path, metavar="SITE.yaml")
+    for names in (
+        ("-h", "--help"),
+        ("--dry-run", "--dry_run"),
+        ("--test-only", "--test_only"),
+        ("--wait",),
+    ):
+        parser.add_argument(*names, action="store_true")
+    found, words = parser.parse_known_args(argv)
+    found.config = Path(words.pop(0)) if words and not words[0].startswith("-") else None
+    found.overrides = words
+    if found.resume is not None and (other := found.config or found.site):
+        raise ConfigError(
+            f"{other}: not used with --resume, since {found.resume} holds the run's own "
+            "configuration. Leave one of them out."
+        )
+    return found
 
 
 def describe(run: RunDir, cfg: Config) -> str:

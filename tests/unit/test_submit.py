@@ -236,7 +236,6 @@ def test_of_two_runs_of_one_name_at_once_the_second_is_refused(
         (["--resume", "runs/r", "--run.seed", "1"], "--run.seed: a resumed run keeps"),
         (["--resume", "runs/r"], "has taken 40 steps already, and run.steps is 40"),
         (["--resume", "runs"], "runs is no run directory"),
-        (["--resume"], "--resume: expected a run directory"),
         (["c.yaml", "--resume", "runs/r"], "c.yaml: not used with --resume"),
         ([], "no configuration given"),
         (["gone.yaml"], "cannot read the configuration gone.yaml: No such file"),
@@ -286,7 +285,8 @@ def test_the_configuration_wins_over_the_site_file_and_options_over_both(
     ("arguments", "expected"),
     [
         (["--test-only"], "--test-only: asks Slurm, and cluster.kind is local"),
-        (["--site"], "--site: expected a YAML file"),
+        (["--resume"], "--resume: expected one argument"),
+        (["--site"], "--site: expected one argument"),
         (["--site", "gone.yaml"], "cannot read the configuration gone.yaml"),
         (["--cluster.kind", "slurm", "--cluster.python", "/bin/sh"], "sbatch: no such command"),
     ],
