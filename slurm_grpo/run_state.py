@@ -62,14 +62,20 @@ class Standing:
         return sorted({c.job_id if c.task is None else f"{c.job_id}_{c.task}" for c in alive})
 
 
+def find_directory(text: str, marker: str, what: str) -> Path:
+    """The directory that a person names, by its path or its name under runs/, and that holds the
+    file `marker`. Raises ConfigError."""
+    for root in (Path(text), Path("runs") / text):
+        if (root / marker).is_file():
+            return root
+    known = [str(path.parent) for path in sorted(Path("runs").glob(f"*/{marker}"))]
+    hint = nearest(f"runs/{text}", known) if known else f"There is no {what} under runs/ either."
+    raise ConfigError(f"{text}: no {what} directory (no {marker} in it). {hint}")
+
+
 def find_run(text: str) -> RunDir:
     """The run that a person names: a directory, or a name under runs/. Raises ConfigError."""
-    for root in (Path(text), Path("runs") / text):
-        if (root / "config.yaml").is_file():
-            return RunDir(root.absolute())
-    known = [str(path.parent) for path in sorted(Path("runs").glob("*/config.yaml"))]
-    hint = nearest(f"runs/{text}", known) if known else "There is no run under runs/ either."
-    raise ConfigError(f"{text}: no run directory (no config.yaml in it). {hint}")
+    return RunDir(find_directory(text, "config.yaml", "run").absolute())
 
 
 def run_path(text: str) -> Path:

@@ -18,10 +18,10 @@ from typing import Any, get_origin
 
 from slurm_grpo import config_checks, config_io
 from slurm_grpo.config import Config
-from slurm_grpo.config_values import convert, nearest, option_types
+from slurm_grpo.config_values import convert, option_types
 from slurm_grpo.errors import ConfigError
 from slurm_grpo.fsio import write_durably
-from slurm_grpo.run_state import MANIFEST
+from slurm_grpo.run_state import MANIFEST, find_directory
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.sweep_file import Changes, Sweep, describe
 
@@ -155,33 +155,21 @@ def compress(indices: Iterable[int]) -> str:
     return ",".join(parts)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ElementRow:
-    """An element as its manifest has it."""
-
-    index: int
-    run: RunDir
-    changes: Changes
-
-
-def find_sweep(text: str) -> list[ElementRow]:
+def find_sweep(text: str) -> list[Element]:
     """The elements of the sweep that a person names: a directory, or a name under runs/.
 
     Raises ConfigError. Elements are looked for beside the manifest, wherever it was copied to.
     """
-    for folder in (Path(text), Path("runs") / text):
-        if (folder / MANIFEST).is_file():
-            return [
-                ElementRow(
-                    index=int(row["index"]),
-                    run=RunDir(folder.absolute() / Path(row["run_dir"]).name),
-                    changes=dict(row["changes"]),
-                )
-                for row in read_manifest(folder)
-            ]
-    known = [str(path.parent) for path in sorted(Path("runs").glob(f"*/{MANIFEST}"))]
-    hint = nearest(f"runs/{text}", known) if known else "There is no sweep under runs/ either."
-    raise ConfigError(f"{text}: no sweep (no {MANIFEST} in it). {hint}")
+    folder = find_directory(text, MANIFEST, "sweep").absolute()
+    return [
+        Element(
+            index=int(row["index"]),
+            run=(run := RunDir(folder / Path(row["run_dir"]).name)),
+            changes=dict(row["changes"]),
+            config=config_io.read_frozen(run.config),
+        )
+        for row in read_manifest(folder)
+    ]
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:

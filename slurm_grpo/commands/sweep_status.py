@@ -8,11 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slurm_grpo.config_io import read_frozen
 from slurm_grpo.display import StepFeed, clock, number, sparkline
 from slurm_grpo.errors import ExitCode
 from slurm_grpo.run_state import Standing, stand_where_possible, tally
-from slurm_grpo.sweep import ElementRow, compress, find_sweep, short_names
+from slurm_grpo.sweep import Element, compress, find_sweep, short_names
 
 _SPARK_COLUMNS = 10
 _STYLES = {"done": "green", "running": "cyan", "failed": "red", "died": "red"}
@@ -47,9 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _cells(row: ElementRow, standing: Standing, keys: list[str]) -> list[str | Text]:
+def _cells(row: Element, standing: Standing, keys: list[str]) -> list[str | Text]:
     feed = StepFeed(row.run)
-    n_total = read_frozen(row.run.config).run.steps
+    n_total = row.config.run.steps
     rewards = feed.rewards
     seconds = feed.remaining_s(n_total) if standing.is_alive else None
     state = standing.word

@@ -12,13 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from slurm_grpo.config_io import read_frozen
 from slurm_grpo.config_values import nearest
 from slurm_grpo.display import clock, number
 from slurm_grpo.errors import ConfigError, ExitCode
 from slurm_grpo.run_state import Standing, stand_where_possible
 from slurm_grpo.summary import build_summary
-from slurm_grpo.sweep import ElementRow, find_sweep, short_names
+from slurm_grpo.sweep import Element, find_sweep, short_names
 
 Cells = dict[str, Any]
 _SHOWN = ("steps", "reward_last", "step_s_median", "wall_s")
@@ -66,11 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _cells(row: ElementRow, standing: Standing) -> Cells:
+def _cells(row: Element, standing: Standing) -> Cells:
     """One element by column: its place, what was varied, and its summary as of now, flattened."""
     cells: Cells = {"index": row.index, "run": row.run.root.name, **row.changes}
     cells["status"] = standing.word  # not the summary's: it may run, or have died without one
-    summary = build_summary(row.run, read_frozen(row.run.config), status="stopped")
+    summary = build_summary(row.run, row.config, status="stopped")
     evaluations = summary["eval"]
     for name, points in evaluations.items():
         stem = "eval" if len(evaluations) == 1 else f"eval.{name}"
