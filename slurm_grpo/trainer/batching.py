@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -154,21 +154,29 @@ def build_microbatch(pack: Sequence[Group], device: torch.device, pad_to: int | 
 
     An empty pack gives a micro-batch of weight zero, for a rank that has run out of groups.
     """
-    layout = _Layout()
-    for part in pack:
-        layout.add_group(part)
-    if not pack:
-        layout.add_filler()
-    if pad_to is not None:
-        layout.add_padding(pad_to - layout.n_tokens)
+    parts: list[_Columns] = []
+    segments: list[tuple[int, int]] = []
+    for number, group in enumerate(pack):
+        start = segments[-1][1] if segments else 0
+        parts.append(_group_columns(group, number, start))
+        segments.append((start, start + len(parts[-1]["token_ids"])))
+    if not pack:  # one token that predicts one of weight zero: FSDP needs every rank in each pass
+        zero = np.zeros(1)
+        parts.append(_padding(1) | dict.fromkeys(_OF_TARGETS, zero))
+        segments.append((0, 1))
+    n_tokens = segments[-1][1]
+    if pad_to is not None and pad_to > n_tokens:
+        parts.append(_padding(pad_to - n_tokens))
+        segments.append((n_tokens, pad_to))
     columns = {
-        name: torch.from_numpy(np.concatenate(parts).astype(_DTYPES[name])).to(device)
-        for name, parts in layout.columns.items()
+        name: torch.from_numpy(np.concatenate([p[name] for p in parts if name in p]).astype(dtype))
+        for name, dtype in _DTYPES.items()
     }
+    columns = {name: column.to(device) for name, column in columns.items()}
     return MicroBatch(
         token_ids_T=columns["token_ids"],
         positions_T=columns["positions"],
-        mask=build_pack_mask(columns["group"], columns["completion"], tuple(layout.segments)),
+        mask=build_pack_mask(columns["group"], columns["completion"], tuple(segments)),
         predict_N=columns["predict"],
         targets_N=columns["targets"],
         tokens=TokenBatch(
@@ -179,93 +187,40 @@ def build_microbatch(pack: Sequence[Group], device: torch.device, pad_to: int | 
     )
 
 
-_DTYPES: dict[str, type[np.generic]] = {
-    "token_ids": np.int64,
-    "positions": np.int64,
-    "group": np.int32,
-    "completion": np.int32,
-    "predict": np.int64,
-    "targets": np.int64,
-    "generator_logprobs": np.float32,
-    "advantages": np.float32,
-    "weights": np.float32,
-}
+_Columns: TypeAlias = dict[str, npt.NDArray[Any]]
+"""A part of a pack, by the names of `_DTYPES`."""
+_OF_TARGETS = ("predict", "targets", "generator_logprobs", "advantages", "weights")
+_DTYPES = (
+    dict.fromkeys(("token_ids", "positions", "predict", "targets"), np.int64)
+    | dict.fromkeys(("group", "completion"), np.int32)
+    | dict.fromkeys(("generator_logprobs", "advantages", "weights"), np.float32)
+)
 
 
-class _Layout:
-    """The columns of a pack while it grows, and the (start, stop) of its groups."""
+def _group_columns(group: Group, number: int, start: int) -> _Columns:
+    """The group's part of a pack that begins at `start`."""
+    prompt = group[0].prompt.token_ids
+    completions = [episode.completion for episode in group]
+    lengths = np.array([len(prompt), *(len(c.token_ids) - 1 for c in completions)])
+    stops = start + np.cumsum(lengths)
+    places = [np.arange(a, b) for a, b in pairwise([start, *stops.tolist()])]
+    # Completions begin behind the prompt, whose last token predicts the first of each.
+    shifts = [start, *(stops[:-1] - len(prompt))]
+    targets = np.concatenate([c.token_ids for c in completions])
+    return {
+        "token_ids": np.concatenate([prompt, *(c.token_ids[:-1] for c in completions)]),
+        "positions": np.concatenate([p - shift for p, shift in zip(places, shifts, strict=True)]),
+        "group": np.full(lengths.sum(), number),
+        "completion": np.repeat(np.arange(len(lengths)), lengths),
+        "predict": np.concatenate([np.append(stops[0] - 1, inside) for inside in places[1:]]),
+        "targets": targets,
+        "generator_logprobs": np.concatenate([c.logprobs for c in completions]),
+        "advantages": np.repeat([float(e.advantage or 0.0) for e in group], lengths[1:] + 1),
+        "weights": np.ones(len(targets)),
+    }
 
-    def __init__(self) -> None:
-        self.columns: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _DTYPES}
-        self.segments: list[tuple[int, int]] = []
-        self.n_tokens = 0
 
-    def add_group(self, group: Group) -> None:
-        start = self.n_tokens
-        number = len(self.segments)
-        prompt = group[0].prompt.token_ids
-        self._add_tokens(prompt, 0, number, completion=0)
-        prompt_end = self.n_tokens - 1
-        for index, episode in enumerate(group, start=1):
-            completion = episode.completion
-            length = len(completion.token_ids)
-            # The prompt's last token predicts the first of every completion.
-            inside = np.arange(self.n_tokens, self.n_tokens + length - 1)
-            self._add_tokens(completion.token_ids[:-1], len(prompt), number, completion=index)
-            self._add_targets(
-                np.concatenate([[prompt_end], inside]),
-                completion.token_ids,
-                completion.logprobs,
-                np.full(length, episode.advantage),
-                weight=1.0,
-            )
-        self.segments.append((start, self.n_tokens))
-
-    def add_filler(self) -> None:
-        """One token that predicts one of weight zero: FSDP needs every rank to take part in each
-        pass.
-        """
-        self.add_padding(1)
-        zero = np.zeros(1)
-        self._add_targets(zero, zero, zero, zero, weight=0.0)
-
-    def add_padding(self, n_tokens: int) -> None:
-        if n_tokens:
-            start = self.n_tokens
-            zeros = np.zeros(n_tokens)
-            self._append(token_ids=zeros, positions=zeros, group=zeros + PADDING, completion=zeros)
-            self.n_tokens += n_tokens
-            self.segments.append((start, self.n_tokens))
-
-    def _add_tokens(
-        self, token_ids: npt.NDArray[Any], first_position: int, group: int, *, completion: int
-    ) -> None:
-        n = len(token_ids)
-        self._append(
-            token_ids=token_ids,
-            positions=np.arange(first_position, first_position + n),
-            group=np.full(n, group),
-            completion=np.full(n, completion),
-        )
-        self.n_tokens += n
-
-    def _add_targets(
-        self,
-        predict: npt.NDArray[Any],
-        targets: npt.NDArray[Any],
-        generator_logprobs: npt.NDArray[Any],
-        advantages: npt.NDArray[Any],
-        *,
-        weight: float,
-    ) -> None:
-        self._append(
-            predict=predict,
-            targets=targets,
-            generator_logprobs=generator_logprobs,
-            advantages=advantages,
-            weights=np.full(len(targets), weight),
-        )
-
-    def _append(self, **arrays: npt.NDArray[Any]) -> None:
-        for name, array in arrays.items():
-            self.columns[name].append(array)
+def _padding(n_tokens: int) -> _Columns:
+    zeros = np.zeros(n_tokens)
+    named = dict.fromkeys(("token_ids", "positions", "completion"), zeros)
+    return named | {"group": zeros + PADDING}
