@@ -31,16 +31,22 @@ if TYPE_CHECKING:
 _CACHE_PREFIX = "slurm_grpo_engine_"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class FinishedGroup:
-    """All completions of one admitted prompt."""
+    """One admitted prompt; handed out once all its completions are there."""
 
     group_id: int
     tag: str
     prompt: Prompt
     sample_seed: int
-    completions: list[Completion]
-    """By sample index; completion i was sampled with `sample_seed + i`."""
+    n: int
+    t_submit: float = field(default_factory=time.time)
+    by_index: dict[int, Completion] = field(default_factory=dict)
+
+    @property
+    def completions(self) -> list[Completion]:
+        """By sample index; completion i was sampled with `sample_seed + i`."""
+        return [self.by_index[i] for i in range(self.n)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,17 +59,6 @@ class ReceiveResult:
     """Seconds until the last byte was in staging."""
     verify_s: float
     """Seconds of digests, and of waiting for the sender's."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Admitted:
-    group_id: int
-    tag: str
-    prompt: Prompt
-    sample_seed: int
-    n: int
-    t_submit: float
-    completions: dict[int, Completion] = field(default_factory=dict)
 
 
 class Engine:
@@ -80,7 +75,7 @@ class Engine:
         self.tokenizer: Any = self._llm.get_tokenizer()
         self.installed_version: int | None = None
         """Version the model samples from; None while the weights are unusable."""
-        self._requests: dict[str, tuple[_Admitted, int]] = {}
+        self._requests: dict[str, tuple[FinishedGroup, int]] = {}
         self._n_admitted = 0
         self._finished: list[FinishedGroup] = []
         if load_weights:
@@ -109,13 +104,8 @@ class Engine:
         """
         self._check_usable()
         sampling = self._sampling
-        group = _Admitted(
-            group_id=group_id,
-            tag=tag,
-            prompt=prompt,
-            sample_seed=sample_seed,
-            n=n,
-            t_submit=time.time(),
+        group = FinishedGroup(
+            group_id=group_id, tag=tag, prompt=prompt, sample_seed=sample_seed, n=n
         )
         token_ids = prompt.token_ids.tolist()
         for index in range(n):
@@ -234,17 +224,9 @@ class Engine:
                 probed = output
                 continue
             group, index = self._requests.pop(output.request_id)
-            group.completions[index] = _completion(output, group.t_submit)
-            if len(group.completions) == group.n:
-                self._finished.append(
-                    FinishedGroup(
-                        group_id=group.group_id,
-                        tag=group.tag,
-                        prompt=group.prompt,
-                        sample_seed=group.sample_seed,
-                        completions=[group.completions[i] for i in range(group.n)],
-                    )
-                )
+            group.by_index[index] = _completion(output, group.t_submit)
+            if len(group.by_index) == group.n:
+                self._finished.append(group)
         return probed
 
 
