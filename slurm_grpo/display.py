@@ -14,7 +14,6 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +33,7 @@ from slurm_grpo.summary import PHASES, Summary, evaluations
 from slurm_grpo.versions import PACKAGE_ROOT
 
 _REFRESH_S = 1.0
+_LABEL_WIDTH = 22
 _SPARKS = "▁▂▃▄▅▆▇█"
 _PHASE_LABELS = {
     "wait": "waiting for episodes",
@@ -45,21 +45,12 @@ _PHASE_LABELS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunState:
-    """What the supervisor knows at one moment."""
-
-    phase: str
-    """What is going on, in words."""
-    peers: Mapping[str, str] = field(default_factory=dict)
-    """A short word on each process, by peer name."""
-
-
 class Display(Protocol):
     """Where the supervisor reports."""
 
-    def update(self, state: RunState) -> None:
-        """Show the present; cheap when nothing changed."""
+    def update(self, phase: str, peers: Mapping[str, str]) -> None:
+        """Show what is going on, in words, and a word on each process by peer name; cheap when
+        nothing changed."""
 
     def note(self, text: str) -> None:
         """Report an event, once."""
@@ -140,12 +131,12 @@ class PlainLines:
         self._printed = {_row_key(row) for row in self._feed.rows}
         self._phase = ""
 
-    def update(self, state: RunState) -> None:
+    def update(self, phase: str, peers: Mapping[str, str]) -> None:
         self._print_new_rows()
-        if state.phase != self._phase:
-            self._phase = state.phase
-            if state.phase != "training":
-                self._line(state.phase)
+        if phase != self._phase:
+            self._phase = phase
+            if phase != "training":
+                self._line(phase)
 
     def note(self, text: str) -> None:
         self._line(text)
@@ -198,13 +189,13 @@ class LivePanel:
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._live.start()
 
-    def update(self, state: RunState) -> None:
+    def update(self, phase: str, peers: Mapping[str, str]) -> None:
         now = time.monotonic()
         if now - self._drawn < _REFRESH_S:
             return
         self._drawn = now
         self._feed.poll()
-        self._live.update(self.render(state, now - self._started), refresh=True)
+        self._live.update(self.render(phase, peers, now - self._started), refresh=True)
 
     def note(self, text: str) -> None:
         self._console.print(Text(f"{time.strftime('%H:%M:%S')} {text}", style="yellow"))
@@ -212,7 +203,7 @@ class LivePanel:
     def close(self) -> None:
         self._live.stop()
 
-    def render(self, state: RunState, elapsed_s: float) -> RenderableType:
+    def render(self, phase: str, peers: Mapping[str, str], elapsed_s: float) -> RenderableType:
         """The panel for the rows read so far."""
         last = self._feed.last
         total = self._cfg.run.steps
@@ -221,7 +212,7 @@ class LivePanel:
         head.add_column(ratio=1)
         head.add_column(justify="right", no_wrap=True)
         head.add_row(
-            Text(state.phase, style="bold"),
+            Text(phase, style="bold"),
             ProgressBar(total=max(total, 1), completed=self._feed.n_steps),
             f"step {self._feed.n_steps}/{total}  ETA {self._feed.eta(total)}",
         )
@@ -230,8 +221,8 @@ class LivePanel:
             parts += [Text(), self._numbers(last), Text()]
         if last:
             parts.append(_phase_bars(last))
-        peers = "   ".join(f"{peer}: {word}" for peer, word in state.peers.items())
-        parts += [Text(), Text(peers, style="dim", overflow="fold")]
+        words = "   ".join(f"{peer}: {word}" for peer, word in peers.items())
+        parts += [Text(), Text(words, style="dim", overflow="fold")]
         return Panel(
             Group(*parts),
             title=f"{self._run.root.name}  seed {self._cfg.run.seed}",
@@ -248,10 +239,8 @@ class LivePanel:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", width=14, no_wrap=True)
         table.add_column()
-        room = max(10, min(40, self._console.width - 46))
         if last:
-            reward = Text(f"{number(last.get('reward/mean'))} ")
-            reward.append(sparkline(self._feed.rewards, room), style="green")
+            reward = reward_line(self._feed.rewards, self._console)
             reward.append(f"  accuracy {number(last.get('accuracy/train'))}")
             table.add_row("reward", reward)
         for name, points in evaluations(self._feed.rows).items():
@@ -259,9 +248,8 @@ class LivePanel:
         if last:
             table.add_row(
                 "tokens/s",
-                f"{number(last.get('generator/tokens_per_s'), 0)} generated   "
-                f"{number(last.get('trainer/tokens_per_s'), 0)} trained   "
-                f"staleness {number(last.get('staleness/mean'), 1)}",
+                tokens_per_s(last.get("generator/tokens_per_s"), last.get("trainer/tokens_per_s"))
+                + f"   staleness {number(last.get('staleness/mean'), 1)}",
             )
         return table
 
@@ -275,10 +263,7 @@ def show_end(
     has_next: bool = True,
 ) -> None:
     """Print the closing table, where the reward curve is (`picture`), and what to try next."""
-    table = Table(title=f"{run.root.name}: {summary['status']}", title_justify="left", box=None)
-    table.add_column(style="dim")
-    table.add_column()
-    table.show_header = False
+    table = facts_table(f"{run.root.name}: {summary['status']}")
     for name, points in summary["eval"].items():
         table.add_row(f"{name.replace('_', '-')} {points['metric']}", before_after(points))
     if summary["reward_last"] is not None:
@@ -295,10 +280,7 @@ def show_end(
     table.add_row("wall time", clock(summary["wall_s"]))
     console.print()
     console.print(table)
-    # Not in the table, which would cut long paths.
-    for name, path in (("reward curve", picture), ("run directory", str(run.root))):
-        if path is not None:
-            console.print(f" [dim]{name:<24}[/dim]{escape(path)}", highlight=False, soft_wrap=True)
+    print_paths(console, {"reward curve": picture, "run directory": str(run.root)})
     console.print()
     if not has_next:
         return
@@ -306,6 +288,33 @@ def show_end(
     for what, command in next_commands(run, summary):
         console.print(f"  # {what}", style="dim", highlight=False)
         console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
+
+
+def facts_table(title: str) -> Table:
+    """For rows of a label and what there is to say."""
+    table = Table(title=title, title_justify="left", box=None, show_header=False)
+    table.add_column(style="dim", no_wrap=True, min_width=_LABEL_WIDTH)
+    table.add_column(overflow="fold")
+    return table
+
+
+def print_paths(console: Console, paths: Mapping[str, str | None]) -> None:
+    """Below a `facts_table`, which would cut long ones, the paths that there are."""
+    for name, path in paths.items():
+        if path is not None:
+            line = f" [dim]{name:<{_LABEL_WIDTH + 2}}[/dim]{escape(path)}"
+            console.print(line, highlight=False, soft_wrap=True)
+
+
+def tokens_per_s(generated: float | None, trained: float | None) -> str:
+    return f"{number(generated, 0)} generated   {number(trained, 0)} trained"
+
+
+def reward_line(rewards: list[float], console: Console) -> Text:
+    """The last reward, and all of them as a sparkline."""
+    line = Text(f"{number(rewards[-1] if rewards else None)} ")
+    line.append(sparkline(rewards, max(10, min(40, console.width - 46))), style="green")
+    return line
 
 
 def next_commands(run: RunDir, summary: Summary) -> list[tuple[str, str]]:

@@ -27,7 +27,7 @@ from slurm_grpo.config import Config
 from slurm_grpo.control.messages import LEADER, engine_name, parse_peer, trainer_name
 from slurm_grpo.control.scheduler import Scheduler
 from slurm_grpo.control.server import ControlServer
-from slurm_grpo.display import Display, RunState, make_display, show_end
+from slurm_grpo.display import Display, make_display, show_end
 from slurm_grpo.errors import ConfigError, ExitCode, LockLost, SlurmGrpoError
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.outcome import FATAL_CODES, Ending, Outcome, describe, failure, first_to_blame
@@ -256,7 +256,7 @@ class Supervisor:
                 del self._restart_at[peer]
                 self._start([peer])
             self._measure(now)
-            self._display.update(self._state(now))
+            self._update_display(now)
 
     def _on_signals(self) -> Outcome | None:
         number = self._signals.stop_signal
@@ -383,7 +383,7 @@ class Supervisor:
         # The kernel walks page tables for it: large processes are looked at less often.
         self._next_pss = now + max(_PSS_EVERY_S, 300 * (time.monotonic() - now))
 
-    def _state(self, now: float) -> RunState:
+    def _update_display(self, now: float) -> None:
         with self._server.locked() as scheduler:
             phase = scheduler.progress.get("phase")
             cards = scheduler.view(LEADER)["engines"]
@@ -393,7 +393,7 @@ class Supervisor:
             words[peer] = card["state"] if version is None else f"version {version}"
             if peer in self._restart_at:
                 words[peer] = f"restarts in {max(0.0, self._restart_at[peer] - now):.0f} s"
-        return RunState(phase=phase or "starting processes", peers=words)
+        self._display.update(phase or "starting processes", words)
 
     # Ending
 

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from slurm_grpo.checkpoint_dirs import latest_complete
@@ -28,8 +26,11 @@ from slurm_grpo.display import (
     StepFeed,
     before_after,
     clock,
+    facts_table,
     number,
-    sparkline,
+    print_paths,
+    reward_line,
+    tokens_per_s,
 )
 from slurm_grpo.errors import ExitCode
 from slurm_grpo.run_state import RUN_HELP, Standing, element_number, find_run, stand
@@ -99,29 +100,15 @@ def build_report(run: RunDir, cfg: Config, standing: Standing) -> dict[str, Any]
 
 def show(report: dict[str, Any], console: Console) -> None:
     """Print a report for a person."""
-    table = Table(
-        title=f"{Path(report['run']).name}: {report['state']}",
-        title_justify="left",
-        box=None,
-        show_header=False,
-    )
-    table.add_column(style="dim", no_wrap=True, min_width=18)
-    table.add_column(overflow="fold")
-    for name, text in _lines(report, room=max(10, min(40, console.width - 46))):
+    table = facts_table(f"{Path(report['run']).name}: {report['state']}")
+    for name, text in _lines(report, console):
         table.add_row(name, text)
     console.print(table)
-    # Not in the table, which would cut long paths.
-    for name, path in (
-        ("logs", report["logs"]),
-        ("job output", report["slurm_out"]),
-        ("run directory", report["run"]),
-    ):
-        if path is not None:
-            line = f" [dim]{name:<20}[/dim]{escape(path)}"
-            console.print(line, highlight=False, soft_wrap=True)
+    keys = {"logs": "logs", "job output": "slurm_out", "run directory": "run"}
+    print_paths(console, {name: report[key] for name, key in keys.items()})
 
 
-def _lines(report: dict[str, Any], room: int) -> list[tuple[str, Text]]:
+def _lines(report: dict[str, Any], console: Console) -> list[tuple[str, Text]]:
     """(label, text) of what there is to say."""
     lines: list[tuple[str, str | Text]] = []
     if report["detail"]:
@@ -133,8 +120,7 @@ def _lines(report: dict[str, Any], room: int) -> list[tuple[str, Text]]:
         saved = "none" if report["checkpoint"] is None else f"step {report['checkpoint']}"
         lines.append(("policy version", f"{report['version']}   checkpoint {saved}"))
     if report["rewards"]:
-        reward = Text(f"{number(report['reward'])} ")
-        reward.append(sparkline(report["rewards"], room), style="green")
+        reward = reward_line(report["rewards"], console)
         if report["reward_change"] is not None:
             reward.append(f"  {report['reward_change']:+.3f} lately")
         lines.append(("reward", reward))
@@ -142,14 +128,8 @@ def _lines(report: dict[str, Any], room: int) -> list[tuple[str, Text]]:
         lines.append((f"{name.replace('_', '-')} {points['metric']}", before_after(points)))
     if report["step_s"] is not None:
         lines.append(("staleness", number(report["staleness"], 1)))
-        lines.append(
-            (
-                "tokens/s",
-                f"{number(report['generated_tokens_per_s'], 0)} generated   "
-                f"{number(report['trained_tokens_per_s'], 0)} trained   "
-                f"{report['step_s']:.1f} s a step",
-            )
-        )
+        speeds = tokens_per_s(report["generated_tokens_per_s"], report["trained_tokens_per_s"])
+        lines.append(("tokens/s", f"{speeds}   {report['step_s']:.1f} s a step"))
     news = [w for w in report["warnings"] if not report["detail"] or report["detail"] not in w]
     for index, warning in enumerate(news):
         lines.append(("last warnings" if index == 0 else "", Text(warning, style="yellow")))

@@ -15,7 +15,6 @@ from slurm_grpo.config import Config, ModelConfig, RunConfig
 from slurm_grpo.display import (
     LivePanel,
     PlainLines,
-    RunState,
     StepFeed,
     make_display,
     show_end,
@@ -26,7 +25,7 @@ from slurm_grpo.rundir import RunDir
 from slurm_grpo.summary import build_summary
 
 CONFIG = Config(model=ModelConfig(path="m"), run=RunConfig(steps=40, seed=2))
-STATE = RunState(phase="training", peers={"engine-0": "version 12", "engine-1": "starting"})
+STATE = ("training", {"engine-0": "version 12", "engine-1": "starting"})
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ def test_the_panel_fits_the_terminal_and_says_where_the_run_stands(run: RunDir, 
     panel = LivePanel(run, CONFIG, console(width, terminal=True))
     panel.close()
     target = console(width)
-    target.print(panel.render(STATE, elapsed_s=75.0))
+    target.print(panel.render(*STATE, elapsed_s=75.0))
     text = printed(target)
     assert max(map(len, text.splitlines())) == width - 2
     for piece in (
@@ -102,7 +101,7 @@ def test_the_panel_can_be_drawn_before_anything_happened(run: RunDir) -> None:
     panel = LivePanel(run, CONFIG, console(80, terminal=True))
     panel.close()
     target = console(80)
-    target.print(panel.render(RunState(phase="starting processes"), elapsed_s=0.0))
+    target.print(panel.render("starting processes", {}, elapsed_s=0.0))
     assert "step 0/40  ETA -" in printed(target)
 
 
@@ -110,10 +109,10 @@ def test_a_log_file_gets_one_line_per_step_however_fast_they_come(run: RunDir) -
     target = console(200)
     display = make_display(run, CONFIG, target)
     assert isinstance(display, PlainLines)
-    display.update(RunState(phase="first weights"))
+    display.update("first weights", {})
     log_steps(run, range(4))
-    display.update(STATE)
-    display.update(STATE)
+    display.update(*STATE)
+    display.update(*STATE)
     display.note("engine-1 ended")
     lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in printed(target).splitlines()]
     assert lines[:2] == ["first weights", "evaluated after step 0: held_out/accuracy 0.300"]
@@ -128,7 +127,7 @@ def test_steps_of_an_earlier_attempt_are_not_printed_again(run: RunDir) -> None:
     log_steps(run, range(4))
     target = console(200)
     display = make_display(run, CONFIG, target)
-    display.update(STATE)
+    display.update(*STATE)
     assert printed(target) == ""
 
 
