@@ -79,12 +79,6 @@ class OpenShard:
         """[N] float32: rewards, NaN where scoring failed."""
         return np.where(self.is_error, np.float32(np.nan), self["episodes/reward"])
 
-    def per_group(self, reduce: np.ufunc, values: Array) -> Array:
-        """`values` per episode reduced to one per group. No group is empty."""
-        if len(values):
-            values = reduce.reduceat(values, self.entry.episode_offsets[:-1])
-        return values
-
 
 Reader: TypeAlias = Callable[[OpenShard, Array], Any]
 """(shard, row positions) to a numpy array, a Categorical or a nullable integer array."""
@@ -153,45 +147,41 @@ def _step(shard: OpenShard, rows: Array) -> Any:
     return _nullable(steps, steps == 0)
 
 
-def _group_versions(shard: OpenShard) -> tuple[Array, Array]:
-    """[P] oldest and newest version in each group; -1: no token."""
-    oldest = shard["episodes/policy_version_min"]
-    oldest = shard.per_group(np.minimum, np.where(oldest < 0, np.iinfo("i8").max, oldest))
-    newest = shard.per_group(np.maximum, shard["episodes/policy_version_max"])
-    return np.where(newest < 0, -1, oldest), newest
-
-
 def _staleness(steps: Array, oldest: Array) -> Any:
     return _nullable(steps - 1 - oldest, (steps == 0) | (oldest < 0))
 
 
-def _count(shard: OpenShard, chosen: Array) -> Array:
-    return shard.per_group(np.add, chosen.astype("i8"))
+def _of_episodes(values: Callable[[OpenShard], Any], how: str, description: str) -> TableColumn:
+    """A column of groups: `values` of a shard's episodes, reduced as pandas names it. No group is
+    empty."""
+
+    def read(shard: OpenShard, rows: Array) -> Any:
+        options = {"ddof": 0} if how == "std" else {}
+        groups = pd.Series(values(shard)).groupby(shard.groups)
+        return groups.agg(how, **options).to_numpy()[rows]
+
+    return TableColumn(read, description)
 
 
-def _mean_reward(shard: OpenShard) -> Array:
-    counts = _count(shard, ~np.isnan(shard.scored))
-    sums = shard.per_group(np.add, np.nan_to_num(shard.scored.astype("f8")))
-    return _ratio(sums, counts)
+def _rewards(how: str) -> TableColumn:
+    return _of_episodes(lambda shard: shard.scored.astype("f8"), how, "Of those scored")
 
 
-def _std_reward(shard: OpenShard) -> Array:
-    counts = _count(shard, ~np.isnan(shard.scored))
-    apart = shard.scored - _mean_reward(shard)[shard.groups]
-    sums = shard.per_group(np.add, np.nan_to_num(apart**2))
-    return np.sqrt(_ratio(sums, counts))
+def _versions(end: str, description: str) -> TableColumn:
+    """The versions of those with a token, as NaN marks the others; -1 where none has one."""
+
+    def known(shard: OpenShard) -> Array:
+        values = shard[f"episodes/policy_version_{end}"]
+        return np.where(values < 0, np.nan, values)
+
+    found = _of_episodes(known, end, description)
+    return TableColumn(lambda *of: np.nan_to_num(found.read(*of), nan=-1).astype("i8"), description)
 
 
-def _ratio(sums: Array, counts: Array) -> Array:
-    ratio: Array = np.full(len(sums), np.nan)
-    np.divide(sums, counts, out=ratio, where=counts > 0)
-    return ratio
-
-
-def _n_unique_answers(shard: OpenShard, rows: Array) -> Array:
-    texts, offsets = shard["episodes/completion_text"], shard.entry.episode_offsets
-    counts = [len(set(texts[offsets[p] : offsets[p + 1]].tolist())) for p in rows.tolist()]
-    return np.array(counts, "i8")
+def _group_staleness(shard: OpenShard, rows: Array) -> Any:
+    return _staleness(
+        shard.entry.steps[rows], GROUP_COLUMNS["policy_version_min"].read(shard, rows)
+    )
 
 
 def _error(shard: OpenShard, rows: Array) -> Array:
@@ -217,11 +207,6 @@ def _of_group(column: TableColumn) -> TableColumn:
     )
 
 
-def _summed_up(of_groups: Callable[[OpenShard], Any], description: str) -> TableColumn:
-    """A column of values that are computed for all groups of a shard."""
-    return TableColumn(lambda shard, rows: of_groups(shard)[rows], description)
-
-
 def _lengths(path: str) -> Reader:
     return lambda shard, rows: np.diff(shard[path])[rows]
 
@@ -244,36 +229,23 @@ _SHARED = {
 
 GROUP_COLUMNS: dict[str, TableColumn] = _SHARED | {
     "n_episodes": TableColumn(_lengths("groups/episode_offsets"), "Episodes"),
-    "n_errors": _summed_up(
-        lambda shard: _count(shard, shard.is_error), "Episodes that failed to score"
+    "n_errors": _of_episodes(lambda shard: shard.is_error, "sum", "Episodes that failed to score"),
+    "n_unique_answers": _of_episodes(
+        lambda shard: shard["episodes/completion_text"], "nunique", "Distinct completion texts"
     ),
-    "n_unique_answers": TableColumn(_n_unique_answers, "Distinct completion texts"),
-    "reward_mean": _summed_up(_mean_reward, "Of those scored"),
-    "reward_std": _summed_up(_std_reward, "Of those scored"),
-    "reward_min": _summed_up(
-        lambda shard: shard.per_group(np.fmin, shard.scored), "Of those scored"
+    "reward_mean": _rewards("mean"),
+    "reward_std": _rewards("std"),
+    "reward_min": _rewards("min"),
+    "reward_max": _rewards("max"),
+    "zero_spread": TableColumn(
+        lambda *of: _rewards("nunique").read(*of) <= 1, "All rewards are equal: no gradient"
     ),
-    "reward_max": _summed_up(
-        lambda shard: shard.per_group(np.fmax, shard.scored), "Of those scored"
-    ),
-    "zero_spread": _summed_up(
-        lambda shard: (
-            ~(shard.per_group(np.fmax, shard.scored) > shard.per_group(np.fmin, shard.scored))
-        ),
-        "All rewards are equal: no gradient",
-    ),
-    "policy_version_min": _summed_up(
-        lambda shard: _group_versions(shard)[0], "Oldest token's version; -1: no token"
-    ),
-    "policy_version_max": _summed_up(
-        lambda shard: _group_versions(shard)[1], "Newest token's version; -1: no token"
-    ),
-    "staleness": _summed_up(
-        lambda shard: _staleness(shard.entry.steps, _group_versions(shard)[0]),
-        "Steps the oldest token lagged when trained on",
-    ),
-    "n_tokens": _summed_up(
-        lambda shard: _count(shard, np.diff(shard["episodes/token_offsets"])),
+    "policy_version_min": _versions("min", "Oldest token's version; -1: no token"),
+    "policy_version_max": _versions("max", "Newest token's version; -1: no token"),
+    "staleness": TableColumn(_group_staleness, "Steps the oldest token lagged when trained on"),
+    "n_tokens": _of_episodes(
+        lambda shard: np.diff(shard["episodes/token_offsets"]),
+        "sum",
         "Completion tokens, all episodes",
     ),
 }
