@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import h5py
 import numpy as np
@@ -43,6 +43,8 @@ from slurm_grpo.sweep import find_sweep
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Rows: TypeAlias = Callable[[OpenShard, Array], Array]
+"""Some of the rows given."""
 
 TOKEN_COLUMNS = ("token_id", "logprob", "policy_version", "loss_mask")
 
@@ -148,11 +150,11 @@ class RunData:
     ) -> Iterator[T]:
         """`action` of each open shard and the rows of its episodes that `where` lets through, if
         there are any. For readers that want more of a shard than columns."""
-        named = _named_in(where, self.episode_columns())
+        keep = _condition(where, self.episode_columns())
         for shard in self.index.shards:
             counts = include_superseded | ~shard.superseded
             rows = np.flatnonzero(np.repeat(counts, np.diff(shard.episode_offsets)))
-            result = self._apply(shard, rows, named, where, action)
+            result = self._apply(shard, rows, keep, action)
             if result is not None:
                 yield result
 
@@ -164,12 +166,10 @@ class RunData:
         include_superseded: bool = False,
     ) -> pd.DataFrame:
         """One row per group (prompt); arguments as for `episodes`."""
-        wanted, named = _chosen(GROUP_COLUMNS, columns), _named_in(where, GROUP_COLUMNS)
+        wanted, keep = _chosen(GROUP_COLUMNS, columns), _condition(where, GROUP_COLUMNS)
         read = partial(_table, columns=wanted)
         frames = [
-            self._apply(
-                shard, np.flatnonzero(include_superseded | ~shard.superseded), named, where, read
-            )
+            self._apply(shard, np.flatnonzero(include_superseded | ~shard.superseded), keep, read)
             for shard in self.index.shards
         ]
         return _joined([frame for frame in frames if frame is not None], list(wanted))
@@ -182,13 +182,8 @@ class RunData:
         """
         ids = np.atleast_1d(episode_id).tolist()
         found: dict[int, dict[str, Array]] = {}
-        for shard, wanted in self._locate(ids):
-
-            def read(file: h5py.File, shard: ShardEntry = shard, wanted: Any = wanted) -> Any:
-                opened = OpenShard(file, shard)
-                return {i: _tokens_of(opened, row) for i, row in _rows_of(opened, wanted)}
-
-            found.update(self.index.read(shard.path, read) or {})
+        for part in self._at(ids, _tokens_of):
+            found |= part
         self._refuse_unknown(ids, found)
         ids = [i for i in ids if i in found]
         lengths = [len(found[i]["token_id"]) for i in ids]
@@ -230,17 +225,15 @@ class RunData:
         self,
         shard: ShardEntry,
         rows: Array,
-        named: Mapping[str, TableColumn],
-        where: str | None,
+        keep: Rows,
         action: Callable[[OpenShard, Array], T],
     ) -> T | None:
-        """`action` of those `rows` that `where` lets through; None if there are none, or the shard
+        """`action` of those `rows` that `keep` lets through; None if there are none, or the shard
         is damaged."""
 
         def read(file: h5py.File) -> T | None:
-            opened, chosen = OpenShard(file, shard), rows
-            if where is not None:
-                chosen = chosen[_query(_table(opened, chosen, named), where)]
+            opened = OpenShard(file, shard)
+            chosen = keep(opened, rows)
             return action(opened, chosen) if len(chosen) else None
 
         return self.index.read(shard.path, read) if len(rows) else None
@@ -250,32 +243,32 @@ class RunData:
     ) -> pd.DataFrame:
         """The episodes of `ids`, in that order."""
         known = self.episode_columns()
-        wanted, named = _chosen(known, columns), _named_in(where, known)
+        wanted, keep = _chosen(known, columns), _condition(where, known)
         names, wanted = list(wanted), {"episode_id": known["episode_id"], **wanted}
-        batches = []
-
-        def read(opened: OpenShard, rows: Array) -> pd.DataFrame:
-            return _table(opened, rows[np.isin(opened["episodes/episode_id"][rows], ids)], wanted)
-
-        for shard, group_rows in self._locate(ids):
-            spans = [np.arange(*shard.episode_offsets[[p, p + 1]]) for p in group_rows]
-            frame = self._apply(shard, np.concatenate(spans), named, where, read)
-            if frame is not None:
-                batches.append(frame)
+        batches = self._at(ids, lambda of, rows: _table(of, keep(of, rows), wanted))
         found = _joined(batches, list(wanted)).set_index("episode_id", drop=False)
         if where is None:
             self._refuse_unknown(ids, found.index)
         return found.loc[[i for i in ids if i in found.index], names].reset_index(drop=True)
 
-    def _locate(self, ids: list[int]) -> list[tuple[ShardEntry, dict[int, list[int]]]]:
-        """By shard, of each group in it (index in the file) the ids that are asked for."""
-        found: dict[int, dict[int, list[int]]] = {}
+    def _at(self, ids: list[int], action: Callable[[OpenShard, Array], T]) -> list[T]:
+        """`action` of each shard that holds some of the episodes `ids`, open, and their rows."""
+        groups: dict[int, set[int]] = {}
         for episode_id in ids:
-            place = self._places.get(int(episode_id) // MAX_SAMPLES)
+            place = self._places.get(episode_id // MAX_SAMPLES)
             if place is None:
                 raise self._no_episode(episode_id)
-            found.setdefault(place[0], {}).setdefault(place[1], []).append(int(episode_id))
-        return [(self.index.shards[number], groups) for number, groups in found.items()]
+            groups.setdefault(place[0], set()).add(place[1])
+
+        def keep(shard: OpenShard, rows: Array) -> Array:
+            return rows[np.isin(shard["episodes/episode_id"][rows], ids)]
+
+        results = []
+        for number, places in groups.items():
+            shard = self.index.shards[number]
+            spans = [np.arange(*shard.episode_offsets[[p, p + 1]]) for p in sorted(places)]
+            results.append(self._apply(shard, np.concatenate(spans), keep, action))
+        return [result for result in results if result is not None]
 
     def _refuse_unknown(self, ids: list[int], found: Container[int]) -> None:
         """Raise for an id that is in none of its group's places, unless that shard is damaged."""
@@ -359,10 +352,10 @@ def _chosen(
     return {name: known[name] for name in names}
 
 
-def _named_in(where: str | None, known: Mapping[str, TableColumn]) -> dict[str, TableColumn]:
-    """The columns that a condition names. Raises AnalysisError when it is none."""
+def _condition(where: str | None, known: Mapping[str, TableColumn]) -> Rows:
+    """What lets the rows through for which `where` holds; all without. Raises AnalysisError."""
     if where is None:
-        return {}
+        return lambda shard, rows: rows
     quoted = re.findall(r"`([^`]+)`", where)
     try:
         tree = ast.parse(re.sub(r"`[^`]+`", "0", where), mode="eval")
@@ -372,20 +365,21 @@ def _named_in(where: str | None, known: Mapping[str, TableColumn]) -> dict[str, 
             "task == 'addition'\"."
         ) from error
     names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-    return _chosen(known, sorted(names.union(quoted)))
+    columns = _chosen(known, sorted(names.union(quoted)))
+
+    def keep(shard: OpenShard, rows: Array) -> Array:
+        try:
+            frame = _table(shard, rows, columns).query(where, engine="python")
+        except (ValueError, TypeError, AttributeError, KeyError, NotImplementedError) as error:
+            raise AnalysisError(f"where {where!r}: {error}.") from error
+        kept: Array = rows[frame.index.to_numpy()]
+        return kept
+
+    return keep
 
 
 def _table(shard: OpenShard, rows: Array, columns: Mapping[str, TableColumn]) -> pd.DataFrame:
     return pd.DataFrame({name: column.read(shard, rows) for name, column in columns.items()})
-
-
-def _query(frame: pd.DataFrame, where: str) -> Array:
-    """Positions of the rows for which `where` holds."""
-    try:
-        rows: Array = frame.query(where, engine="python").index.to_numpy()
-    except (ValueError, TypeError, AttributeError, KeyError, NotImplementedError) as error:
-        raise AnalysisError(f"where {where!r}: {error}.") from error
-    return rows
 
 
 def _joined(batches: list[pd.DataFrame], names: list[str]) -> pd.DataFrame:
@@ -402,17 +396,13 @@ def _joined(batches: list[pd.DataFrame], names: list[str]) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def _rows_of(shard: OpenShard, wanted: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """Each episode id that is there, ids given by group, with its row in the file."""
-    for p, ids in wanted.items():
-        first, stop = shard.entry.episode_offsets[[p, p + 1]].tolist()
-        there = shard.span("episodes/episode_id", first, stop).tolist()
-        yield from ((i, first + there.index(i)) for i in ids if i in there)
-
-
-def _tokens_of(shard: OpenShard, row: int) -> dict[str, Array]:
-    first, stop = shard["episodes/token_offsets"][[row, row + 1]].tolist()
-    return {name: shard.span(f"tokens/{name}", first, stop) for name in TOKEN_COLUMNS}
+def _tokens_of(shard: OpenShard, rows: Array) -> dict[int, dict[str, Array]]:
+    """The token columns of each episode in `rows`, by its id."""
+    ids, offsets = shard["episodes/episode_id"][rows], shard["episodes/token_offsets"]
+    return {
+        int(i): {name: shard.span(f"tokens/{name}", *offsets[[r, r + 1]]) for name in TOKEN_COLUMNS}
+        for i, r in zip(ids, rows, strict=True)
+    }
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
