@@ -22,7 +22,7 @@ from slurm_grpo.tasks.checks import check_task
 
 
 def check(cfg: Config, *, skip: Collection[str] = ()) -> list[tuple[tuple[str, ...], str]]:
-    """Every broken rule: the keys involved, the one to change first, a text that begins with it.
+    """Every broken rule: the keys involved, the one to change first, and what is wrong with it.
 
     Leaves out rules that involve a key in `skip` (those are known to be wrong).
     """
@@ -47,7 +47,7 @@ def check(cfg: Config, *, skip: Collection[str] = ()) -> list[tuple[tuple[str, .
         _wandb,
     ):
         findings += [(keys, text) for keys, text in rules(cfg) if not set(keys) & {*ranges, *skip}]
-    return [(keys, f"{keys[0]}: {text}") for keys, text in findings]
+    return findings
 
 
 def get(cfg: Config, key: str) -> Any:

@@ -20,8 +20,16 @@ from typing import Any
 import yaml
 
 from slurm_grpo import config_checks
-from slurm_grpo.config import Config, SiteConfig
-from slurm_grpo.config_values import BadValue, T, YamlReader, convert, nearest, option_types
+from slurm_grpo.config import Config
+from slurm_grpo.config_values import (
+    BadValue,
+    Problem,
+    T,
+    YamlReader,
+    convert,
+    nearest,
+    option_types,
+)
 from slurm_grpo.errors import ConfigError
 from slurm_grpo.fsio import link_durably, write_durably
 
@@ -29,17 +37,8 @@ DATA_PATHS = ("model.path", "task.path", "task.eval_path", "task.scorer.module_d
 """Relative to the configuration file; to the current directory when an option gives them."""
 _OTHER_PATHS = ("run.runs_dir", "cluster.python")
 """Relative to the current directory wherever they come from."""
+_STRAY = "command line"
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^}]*))?\})")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """One thing wrong, and where the user wrote it."""
-
-    where: str
-    """`file:line`, the option, or `default`."""
-    text: str
-    """Begins with the dotted key, unless `where` is its option."""
 
 
 def load_config(
@@ -57,45 +56,35 @@ def load_config(
     listing every problem. `check=False` leaves out the rules of
     `check_config` and thus everything that looks at other files.
     """
-    reader = _reader(path)
-    cfg = _read(reader, base or Config(), path)
-    readers = [reader]
+    readers, base = [reader := _reader(path)], base or Config()
     if site is not None:
-        readers.append(site_reader := _reader(site, prefix="site."))
-        profile = _read(site_reader, SiteConfig(), site)
-        own = {f.name for f in dataclasses.fields(SiteConfig) if f"site.{f.name}" in reader.lines}
-        profile = dataclasses.replace(profile, **{name: getattr(cfg.site, name) for name in own})
-        cfg = dataclasses.replace(cfg, site=profile)
-    problems = [p for r in readers for p in _in_file(r)]
-    bad_keys = {key for r in readers for _, key, _ in r.problems}
-    if "" in bad_keys:  # it could not be read at all: whatever else seems missing may well be there
+        readers.append(_reader(site, prefix="site."))
+        base = dataclasses.replace(base, site=_read(readers[-1], base.site, site))
+    cfg = _read(reader, base, path)
+    problems = [p for r in readers for p in r.problems]
+    if any(not key for _, key, _ in problems):  # unreadable: whatever seems missing may be there
         raise ConfigError(_report(path, problems))
 
-    flags = {_key_of(option)[0] for option, _ in _chunks(overrides)}
-    values, override_problems = _sort_out(overrides)
+    values, wrong_options, flags = _read_options(overrides)
+    problems += wrong_options
     for key, value in values.items():
         cfg = with_value(cfg, key, value)
-    problems += [Problem(where=option, text=t) for option, _, t in override_problems]
-    bad_keys |= {key for _, key, _ in override_problems}
 
-    def problem(key: str, text: str) -> Problem:
+    def where(key: str) -> str:
         if key in flags:
-            return Problem(where=f"--{key}", text=text.removeprefix(f"{key}: "))
-        for source in readers:
-            if (line := source.lines.get(key)) is not None:
-                return Problem(where=f"{source.file}:{line}", text=text)
-        return Problem(where=f"{reader.file} (default)", text=text)
+            return f"--{key}"
+        files = (f"{r.file}:{r.lines[key]}" for r in readers if key in r.lines)
+        return next(files, f"{reader.file} (default)")
 
-    cfg, path_problems = _resolve_paths(cfg, path, flags)
-    problems += [problem(key, f"{key}: {t}") for key, t in path_problems]
-    bad_keys |= {key for key, _ in path_problems}
+    cfg, unset = _resolve_paths(cfg, path, flags)
+    problems += [(where(key), key, text) for key, text in unset]
     if not cfg.run.name:
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.") or "run"
         name = f"{stem}-seed{cfg.run.seed}-{datetime.now():%Y%m%d-%H%M%S}"
         cfg = with_value(cfg, "run.name", name)
     if check:
-        found = config_checks.check(cfg, skip=bad_keys)
-        problems += [problem(keys[0], text) for keys, text in found]
+        found = config_checks.check(cfg, skip={key for _, key, _ in problems})
+        problems += [(where(keys[0]), keys[0], text) for keys, text in found]
     if problems:
         raise ConfigError(_report(path, problems))
     return cfg
@@ -103,7 +92,7 @@ def load_config(
 
 def check_config(cfg: Config) -> list[str]:
     """Every reason why this configuration cannot run, each beginning with its dotted key."""
-    return [text for _, text in config_checks.check(cfg)]
+    return [f"{keys[0]}: {text}" for keys, text in config_checks.check(cfg)]
 
 
 def freeze_config(cfg: Config, path: Path, *, replace: bool = True) -> bool:
@@ -137,7 +126,7 @@ def read_frozen(path: Path) -> Config:
             f"{path} is missing. Give a directory that a run has made, such as runs/my-run."
         ) from None
     if reader.problems:
-        raise ConfigError(_report(path, _in_file(reader)))
+        raise ConfigError(_report(path, reader.problems))
     return cfg
 
 
@@ -163,37 +152,60 @@ def with_value(section: Any, key: str, value: Any) -> Any:
     return dataclasses.replace(section, **{name: value})
 
 
-def _report(path: Path, problems: list[Problem]) -> str:
-    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    lines = [f"{count} in the configuration {path}:"]
-    return "\n".join(lines + [f"  {p.where}: {p.text}" for p in sorted(problems, key=_place)])
+def _report(path: Path, problems: Sequence[Problem]) -> str:
+    """Problems by file and line, then of defaults and options as found."""
 
+    def place(problem: Problem) -> tuple[bool, str, int]:
+        line = re.fullmatch(r"(.*):(\d+)", problem[0])
+        return (False, line[1], int(line[2])) if line else (True, "", 0)
 
-def _in_file(reader: YamlReader) -> list[Problem]:
-    return [Problem(where=w, text=f"{key}: {t}" if key else t) for w, key, t in reader.problems]
-
-
-def _place(problem: Problem) -> tuple[bool, str, int]:
-    """Sorts by file and line, then defaults and options as found."""
-    line = re.fullmatch(r"(.*):(\d+)", problem.where)
-    return (False, line[1], int(line[2])) if line else (True, "", 0)
+    lines = [f"{len(problems)} problem{'s'[: len(problems) > 1]} in the configuration {path}:"]
+    for where, key, text in sorted(problems, key=place):
+        named = "" if not key or where.startswith("--") or where == _STRAY else f"{key}: "
+        lines.append(f"  {where}: {named}{text}")
+    return "\n".join(lines)
 
 
 # -- overrides -------------------------------------------------------------------------------------
 
 
-def _chunks(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Options with their values: `--a.b 1 2` and `--a.b=1` both begin a chunk."""
-    chunks: list[tuple[str, list[str]]] = []
-    for word in overrides:
+def _read_options(words: Sequence[str]) -> tuple[dict[str, Any], list[Problem], set[str]]:
+    """The values of the options that are right, by dotted key; what is wrong with the others; and
+    the keys of all. `--a.b 1 2` and `--a.b=1` are ways to write one."""
+    options: list[tuple[str, list[str]]] = []
+    for word in words:
         if word.startswith("--") and len(word) > 2:
-            option, equals, value = word.partition("=")
-            chunks.append((option, [value] if equals else []))
-        elif chunks:
-            chunks[-1][1].append(word)
+            name, equals, value = word.partition("=")
+            options.append((name, [value] if equals else []))
+        elif options:
+            options[-1][1].append(word)
         else:
-            chunks.append(("", [word]))
-    return chunks
+            options.append(("", [word]))
+    good: dict[str, Any] = {}
+    problems: list[Problem] = []
+    keys = set()
+    types = option_types(Config)
+    for option, texts in options:
+        key, is_negated = _key_of(option)
+        keys.add(key)
+        section, _, name = key.rpartition(".")
+        text = ""
+        if not option:
+            text = f"expected an option such as --run.steps 40, not {texts[0]!r}"
+        elif key not in types:
+            text = f"unknown option. {nearest(key, types, prefix='--')}"
+        elif types[key] is bool and texts:
+            text = f"takes no value; write --{key} or --{section}.no_{name}."
+        elif types[key] is bool:
+            good[key] = not is_negated
+        else:
+            try:
+                good[key] = convert(types[key], texts, from_option=True)
+            except BadValue as error:
+                text = f"{error}."
+        if text:
+            problems.append((option or _STRAY, key, text))
+    return good, problems, keys
 
 
 def _key_of(option: str) -> tuple[str, bool]:
@@ -205,35 +217,6 @@ def _key_of(option: str) -> tuple[str, bool]:
     if key not in types and types.get(plain) is bool:
         return plain, True
     return key, False
-
-
-def _sort_out(overrides: Sequence[str]) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
-    """The values, by dotted key, of the options that are right; and (option, key, problem) of the
-    others."""
-    good: dict[str, Any] = {}
-    problems = []
-    types = option_types(Config)
-    for option, values in _chunks(overrides):
-        key, is_negated = _key_of(option)
-        text = ""
-        if not option:
-            text = f"expected an option such as --run.steps 40, not {values[0]!r}"
-        elif key not in types:
-            text = f"unknown option. {nearest(key, types, prefix='--')}"
-        elif types[key] is bool:
-            section, _, name = key.rpartition(".")
-            if values:
-                text = f"takes no value; write --{key} or --{section}.no_{name}."
-            else:
-                good[key] = not is_negated
-        else:
-            try:
-                good[key] = convert(types[key], values, from_option=True)
-            except BadValue as error:
-                text = f"{error}."
-        if text:
-            problems.append((option or "command line", key, text))
-    return good, problems
 
 
 # -- paths -----------------------------------------------------------------------------------------

@@ -49,6 +49,11 @@ Size: TypeAlias = Annotated[int, AT_LEAST_1]
 Positive: TypeAlias = Annotated[float, Range(lambda x: x > 0, "more than 0")]
 
 
+Problem: TypeAlias = tuple[str, str, str]
+"""Where the user wrote it (`file:line`, an option, or the file's name), the dotted key or nothing,
+and what is wrong with it."""
+
+
 class BadValue(ValueError):
     """A text that is not of the field's type; says what was expected."""
 
@@ -146,8 +151,8 @@ class YamlReader:
         """`prefix` is the section, with its dot, whose keys the file holds."""
         self.file = file
         self._prefix = prefix
-        self.problems: list[tuple[str, str, str]] = []
-        """(where, dotted key or "", text), in the order of the file."""
+        self.problems: list[Problem] = []
+        """In the order of the file."""
         self.lines: dict[str, int] = {}
         """1-based line of every key given."""
 
