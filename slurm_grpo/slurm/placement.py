@@ -7,7 +7,8 @@ sorted. Knows nothing of how a step is started.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -39,101 +40,71 @@ def place(cfg: Config, components: Sequence[Hosts]) -> dict[str, Seat]:
     `components` are the hosts of generators and trainers (het), or the one list to share (split).
     Raises ConfigError with the arithmetic if they do not fit.
     """
-    if cfg.cluster.allocation == "het":
-        generators, trainers = components
-        return _place_engines(cfg, 0, generators) | _place_trainers(cfg, 1, trainers)
-    (hosts,) = components
-    if cfg.cluster.shared.gpus_per_node:
-        return _share_gpus(cfg, hosts)
-    if len(hosts) == 1:
-        return _spread_engines(cfg, 0, hosts) | _spread_trainers(cfg, 0, hosts)
-    half = len(hosts) // 2
-    return _spread_engines(cfg, 0, hosts[:half]) | _spread_trainers(cfg, 0, hosts[half:])
-
-
-def _place_engines(cfg: Config, component: int, hosts: Hosts) -> dict[str, Seat]:
-    per_node = cfg.cluster.generators.gpus_per_node
-    if not per_node:
-        return _spread_engines(cfg, component, hosts)
-    width, n_engines = cfg.generator.engine.tensor_parallel, cfg.generator.n_engines
-    room = len(hosts) * (per_node // width)
-    if n_engines > room:
-        raise ConfigError(
-            f"generator.n_engines: {n_engines} engines x tensor_parallel {width} = "
-            f"{n_engines * width} GPUs, but cluster.generators has "
-            f"{_arithmetic(cfg.cluster.generators, hosts)}, which hold {room} whole engine(s). "
-            f"{_lower('generator.n_engines', room)}"
-        )
-    slots = _engine_slots(hosts, per_node, width)
-    return {
-        engine_name(k): Seat(component, host, gpus, 0)
-        for k, (host, gpus) in zip(range(n_engines), slots, strict=False)
-    }
-
-
-def _place_trainers(cfg: Config, component: int, hosts: Hosts) -> dict[str, Seat]:
-    per_node, n_ranks = cfg.cluster.trainers.gpus_per_node, cfg.trainer.n_ranks
-    if not per_node:
-        return _spread_trainers(cfg, component, hosts)
-    if n_ranks > len(hosts) * per_node:
-        raise ConfigError(
-            f"trainer.n_ranks: {n_ranks} ranks need a GPU each, but cluster.trainers has "
-            f"{_arithmetic(cfg.cluster.trainers, hosts)}. "
-            f"{_lower('trainer.n_ranks', len(hosts) * per_node)}"
-        )
-    slots = [(host, gpu) for host in hosts for gpu in range(per_node)]
-    return _seat_ranks(component, slots[:n_ranks])
-
-
-def _share_gpus(cfg: Config, hosts: Hosts) -> dict[str, Seat]:
-    """Engines from the first node on, trainer ranks on the GPUs that follow."""
-    per_node = cfg.cluster.shared.gpus_per_node
-    width, n_engines = cfg.generator.engine.tensor_parallel, cfg.generator.n_engines
-    n_ranks = cfg.trainer.n_ranks
-    all_slots = [(host, gpu) for host in hosts for gpu in range(per_node)]
-    taken = list(zip(range(n_engines), _engine_slots(hosts, per_node, width), strict=False))
-    last = (taken[-1][1][0], taken[-1][1][1][-1]) if taken else None
-    rest = all_slots[all_slots.index(last) + 1 :] if last else all_slots
-    if len(taken) < n_engines or n_ranks > len(rest):
-        raise ConfigError(
-            f"cluster.shared: {n_engines} engines x tensor_parallel {width} + {n_ranks} trainer "
-            f"ranks = {n_engines * width + n_ranks} GPUs, but there are "
-            f"{_arithmetic(cfg.cluster.shared, hosts)}, and no engine may straddle two nodes. "
-            "Lower generator.n_engines or trainer.n_ranks, or add nodes."
-        )
-    engines = {engine_name(k): Seat(0, host, gpus, 0) for k, (host, gpus) in taken}
-    return engines | _seat_ranks(0, rest[:n_ranks])
-
-
-def _engine_slots(hosts: Hosts, per_node: int, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for host in hosts:
-        for first in range(0, per_node - width + 1, width):
-            yield host, tuple(range(first, first + width))
-
-
-def _seat_ranks(component: int, slots: Sequence[tuple[str, int]]) -> dict[str, Seat]:
-    seats = {}
-    for rank, (host, gpu) in enumerate(slots):
-        gpus = tuple(g for h, g in slots if h == host)
-        seats[trainer_name(rank)] = Seat(component, host, gpus, gpus.index(gpu))
+    cluster, n_ranks = cfg.cluster, cfg.trainer.n_ranks
+    if cluster.allocation == "het":
+        groups, hosts = (cluster.generators, cluster.trainers), tuple(components)
+    else:
+        groups, (shared,) = (cluster.shared, cluster.shared), components
+        half = 0 if cluster.shared.gpus_per_node else len(shared) // 2
+        hosts = (shared[:half] or shared, shared[half:])
+    engines = _engine_slots(cfg, groups[0], hosts[0])
+    free = [(host, gpu) for host in hosts[1] for gpu in range(groups[1].gpus_per_node)]
+    if cluster.allocation == "split" and engines and free:
+        free = free[free.index((engines[-1][0], engines[-1][1][-1])) + 1 :]
+    _check_room(cfg, hosts, len(engines), len(free))
+    seats = {engine_name(k): Seat(0, host, gpus, 0) for k, (host, gpus) in enumerate(engines)}
+    chosen = free[:n_ranks]
+    if not groups[1].gpus_per_node:  # neighbours on one node, as many on each as can be
+        chosen = [(hosts[1][rank * len(hosts[1]) // n_ranks], -1) for rank in range(n_ranks)]
+    on_host: Counter[str] = Counter()
+    for rank, (host, _) in enumerate(chosen):
+        gpus = tuple(g for h, g in chosen if h == host and g >= 0)
+        seats[trainer_name(rank)] = Seat(len(components) - 1, host, gpus, on_host[host])
+        on_host[host] += 1
     return seats
 
 
-def _spread_engines(cfg: Config, component: int, hosts: Hosts) -> dict[str, Seat]:
-    return {
-        engine_name(k): Seat(component, hosts[k % len(hosts)], (), 0)
-        for k in range(cfg.generator.n_engines)
-    }
+def _engine_slots(
+    cfg: Config, nodes: NodesConfig, hosts: Hosts
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Host and GPUs of each engine, of as many as there is room for; none straddles two nodes."""
+    width, n_engines = cfg.generator.engine.tensor_parallel, cfg.generator.n_engines
+    if not nodes.gpus_per_node:
+        return [(hosts[k % len(hosts)], ()) for k in range(n_engines)]
+    slots = [
+        (host, tuple(range(first, first + width)))
+        for host in hosts
+        for first in range(0, nodes.gpus_per_node - width + 1, width)
+    ]
+    return slots[:n_engines]
 
 
-def _spread_trainers(cfg: Config, component: int, hosts: Hosts) -> dict[str, Seat]:
-    """Neighbouring ranks on one node, as many on each as can be."""
-    n_ranks = cfg.trainer.n_ranks
-    chosen = [hosts[rank * len(hosts) // n_ranks] for rank in range(n_ranks)]
-    return {
-        trainer_name(rank): Seat(component, host, (), rank - chosen.index(host))
-        for rank, host in enumerate(chosen)
-    }
+def _check_room(cfg: Config, hosts: Sequence[Hosts], n_seated: int, n_free: int) -> None:
+    """Raise ConfigError unless `n_seated` engines are all and `n_free` GPUs are enough for the
+    ranks."""
+    cluster, width = cfg.cluster, cfg.generator.engine.tensor_parallel
+    n_engines, n_ranks = cfg.generator.n_engines, cfg.trainer.n_ranks
+    lacks_engines = n_seated < n_engines
+    if cluster.allocation == "split":
+        if lacks_engines or (cluster.shared.gpus_per_node and n_ranks > n_free):
+            raise ConfigError(
+                f"cluster.shared: {n_engines} engines x tensor_parallel {width} + {n_ranks} "
+                f"trainer ranks = {n_engines * width + n_ranks} GPUs, but there are "
+                f"{_arithmetic(cluster.shared, hosts[0])}, and no engine may straddle two nodes. "
+                "Lower generator.n_engines or trainer.n_ranks, or add nodes."
+            )
+    elif lacks_engines:
+        raise ConfigError(
+            f"generator.n_engines: {n_engines} engines x tensor_parallel {width} = "
+            f"{n_engines * width} GPUs, but cluster.generators has "
+            f"{_arithmetic(cluster.generators, hosts[0])}, which hold {n_seated} whole engine(s). "
+            f"{_lower('generator.n_engines', n_seated)}"
+        )
+    elif cluster.trainers.gpus_per_node and n_ranks > n_free:
+        raise ConfigError(
+            f"trainer.n_ranks: {n_ranks} ranks need a GPU each, but cluster.trainers has "
+            f"{_arithmetic(cluster.trainers, hosts[1])}. {_lower('trainer.n_ranks', n_free)}"
+        )
 
 
 def _arithmetic(nodes: NodesConfig, hosts: Hosts) -> str:
