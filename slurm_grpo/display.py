@@ -271,10 +271,10 @@ def show_end(
             "training reward",
             f"{number(summary['reward_first'])} → {number(summary['reward_last'])} (means of 5)",
         )
-    table.add_row("steps", f"{summary['steps']}, median {_seconds(summary['step_s_median'])}")
+    table.add_row("steps", f"{summary['steps']}, median {duration(summary['step_s_median'])}")
     for phase, value in summary["phase_s_median"].items():
         if value is not None:
-            table.add_row(f"  {_PHASE_LABELS[phase]}", _seconds(value))
+            table.add_row(f"  {_PHASE_LABELS[phase]}", duration(value))
     if summary["peak_pss_bytes"]:  # measured where all processes are on one machine
         table.add_row("peak memory", f"{summary['peak_pss_bytes'] / 2**30:.2f} GiB, all processes")
     table.add_row("wall time", clock(summary["wall_s"]))
@@ -360,11 +360,11 @@ def _phase_bars(row: Row) -> RenderableType:
     table.add_column(justify="right", width=8, no_wrap=True)
     table.add_column(ratio=1)
     total = row["trainer/step_s"]
-    table.add_row("a step", _seconds(total), Text())
+    table.add_row("a step", duration(total), Text())
     for phase, seconds in _phase_seconds(row).items():
         if phase != "pause":  # it lies inside `sync`
             bar = ProgressBar(total=max(total, 1e-9), completed=seconds)
-            table.add_row(_PHASE_LABELS[phase], _seconds(seconds), bar)
+            table.add_row(_PHASE_LABELS[phase], duration(seconds), bar)
     return table
 
 
@@ -389,7 +389,8 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _seconds(value: float | None) -> str:
+def duration(value: float | None) -> str:
+    """Seconds as people read them, `-` when there are none."""
     if value is None:
         return "-"
     return f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"

@@ -29,6 +29,7 @@ from slurm_grpo.checkpoint_dirs import read_resumed_from
 from slurm_grpo.config import Config
 from slurm_grpo.config_checks import get
 from slurm_grpo.config_values import option_types
+from slurm_grpo.display import clock, duration
 from slurm_grpo.errors import ExitCode
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.run_state import stand
@@ -102,19 +103,23 @@ def build_report(facts: Facts) -> str:
 
 def _cards(facts: Facts) -> str:
     """The five questions, each with a number first."""
-    cards = [_is_learning(facts), _on_which_tasks(facts), _worst(facts), _was_on_policy(facts)]
-    cards.append(_where_time_went(facts))
+    answers = {
+        "Is it learning?": _is_learning(facts),
+        "On which tasks?": _on_which_tasks(facts),
+        "What do its worst answers look like?": _worst(facts),
+        "Was it on-policy?": _was_on_policy(facts),
+        "Where did the time go?": _where_time_went(facts),
+    }
     html = [
-        f'<div class="card"><h3>{question}</h3><p class="big">{big}</p>{"".join(lines)}</div>'
-        for question, big, lines in cards
+        f'<div class="card"><h3>{question}</h3><p class="big">{escape(big)}</p>'
+        f"{''.join(map(_paragraph, lines))}</div>"
+        for question, (big, *lines) in answers.items()
     ]
-    return f'<div class="cards">{"".join(html)}</div>'
+    more = '<p class="small"><a href="#answers">Read some of the answers</a></p>'
+    return f'<div class="cards">{"".join(html)}</div>{more if len(facts.episodes) else ""}'
 
 
-Card = tuple[str, str, list[str]]
-
-
-def _is_learning(facts: Facts) -> Card:
+def _is_learning(facts: Facts) -> list[str]:
     answers: list[tuple[str, str]] = []
     for name, points in facts.evaluations.items():
         words = f"{name.replace('_', '-')} {points['metric']}"
@@ -133,79 +138,74 @@ def _is_learning(facts: Facts) -> Card:
         answers.append((mean, "mean reward; one policy so far, nothing to compare with"))
     if facts.score is not None:
         answers.reverse()  # evaluations were judged by the run's own scorer
-    big, words = answers[0] if answers else ("-", "no episodes and no evaluation")
-    lines = [_paragraph(words), *(_paragraph(f"{value} {words}") for value, words in answers[1:])]
-    return "Is it learning?", big, lines
+    first, *others = answers or [("-", "no episodes and no evaluation")]
+    return [*first, *(f"{value} {words}" for value, words in others)]
 
 
-def _on_which_tasks(facts: Facts) -> Card:
+def _on_which_tasks(facts: Facts) -> list[str]:
     table = facts.tasks
     if table.empty:
-        return "On which tasks?", "-", [_paragraph("no episodes on disk")]
-    changes = {row["task"]: row["change"] for row in table.to_dict("records") if row["change"]}
+        return ["-", "no episodes on disk"]
     if len(table) == 1:
         row = table.iloc[0]
-        text = f"{row['prompts']:,} prompts, {row['episodes']:,} episodes, one task"
-        return "On which tasks?", escape(row["task"]), [_paragraph(text)]
+        words = f"{row['prompts']:,} prompts, {row['episodes']:,} episodes, one task"
+        return [row["task"], words]
+    changes = {row["task"]: row["change"] for row in table.to_dict("records") if row["change"]}
     ranked = sorted(changes.items(), key=lambda item: -item[1].difference)
     n_up = sum(change.difference > 2 * change.error for _, change in ranked)
-    lines = [_paragraph("rose by more than two standard errors")]
+    lines = [f"{n_up} of {len(table)}", "rose by more than two standard errors"]
     for word, item in (("most", ranked[:1]), ("least", ranked[-1:])):
-        lines += [_paragraph(f"{word}: {task}, {_difference(c)}") for task, c in item]
-    return "On which tasks?", f"{n_up} of {len(table)}", lines
+        lines += [f"{word}: {task}, {_difference(change)}" for task, change in item]
+    return lines
 
 
-def _worst(facts: Facts) -> Card:
-    question, episodes = "What do its worst answers look like?", facts.episodes
+def _worst(facts: Facts) -> list[str]:
+    episodes, late = facts.episodes, facts.windows[1]
     if episodes.empty:
-        return question, "-", [_paragraph("no episodes on disk")]
-    late = facts.windows[1]
+        return ["-", "no episodes on disk"]
     latest = episodes[episodes["version"].isin(late)] if late else episodes
     scored = latest["reward"].dropna()
     lowest = scored.min() if len(scored) else math.nan
-    lines = [
-        _paragraph(f"of the latest policies' answers earn the least, {_number(lowest)}"),
-        _paragraph(f"{_percent(latest['is_cut'].mean())} of them cut short by the length limit"),
-        _paragraph(f"{int(episodes['is_error'].sum())} answers in the run could not be scored"),
-        '<p class="small"><a href="#answers">read some of them</a></p>',
+    return [
+        _percent((scored == lowest).mean() if len(scored) else math.nan),
+        f"of the latest policies' answers earn the least, {_number(lowest)}",
+        f"{_percent(latest['is_cut'].mean())} of them cut short by the length limit",
+        f"{int(episodes['is_error'].sum())} answers in the run could not be scored",
     ]
-    return question, _percent((scored == lowest).mean() if len(scored) else math.nan), lines
 
 
-def _was_on_policy(facts: Facts) -> Card:
+def _was_on_policy(facts: Facts) -> list[str]:
     ages = facts.trained["staleness"].dropna().astype("f8")
-    lines = []
+    lines = ["-"]
     if len(ages):
         bound = facts.run.config.get("algorithm.max_staleness", "?")
-        lines.append(_paragraph(f"of trained episodes; oldest {ages.max():.0f}, bound {bound}"))
+        lines = [
+            f"{_percent((ages == 0).mean())} on-policy",
+            f"of trained episodes; oldest {ages.max():.0f}, bound {bound}",
+        ]
     if facts.steps:
         k3 = _number(facts.over_steps("trainer/mismatch_k3_nats"), 2)
         worst = _number(facts.over_steps("trainer/mismatch_max_nats", max), 2)
         clipped = _percent(facts.over_steps("trainer/clip_fraction"))
         lines += [
-            _paragraph(f"mismatch {k3} nats (median k3), largest {worst} of a token"),
-            _paragraph(f"{clipped} of tokens clipped (median)"),
+            f"mismatch {k3} nats (median k3), largest {worst} of a token",
+            f"{clipped} of tokens clipped (median)",
         ]
-    big = f"{_percent((ages == 0).mean())} on-policy" if len(ages) else "-"
-    return "Was it on-policy?", big, lines or [_paragraph("no step yet")]
+    return lines if len(lines) > 1 else ["-", "no step yet"]
 
 
-def _where_time_went(facts: Facts) -> Card:
-    question = "Where did the time go?"
+def _where_time_went(facts: Facts) -> list[str]:
     if not facts.steps:
-        return question, "-", [_paragraph("no step was logged yet")]
+        return ["-", "no step was logged yet"]
     seconds = facts.phases().sum().sort_values(ascending=False)
     share = seconds / seconds.sum()
-    lines = [_paragraph(f"{_percent(v)} {n}") for n, v in share.items() if v >= 0.05]
+    lines = [f"{_clock(seconds.sum())} in steps"]
+    lines += [f"{_percent(v)} {n}" for n, v in share.items() if v >= 0.05]
     numbers = facts.run.run.attempt_numbers()
     wall = sum(read_json(record_path(facts.run.run.attempt(n))).get("wall_s", 0) for n in numbers)
     if wall > seconds.sum():
-        rest = f"{_clock(wall - seconds.sum())} outside: starting, evaluating, saving"
-        lines.append(_paragraph(rest, "small"))
-    big = f"{_clock(seconds.sum())} in steps"
-    median = facts.over_steps("trainer/step_s")
-    lines.append(_paragraph(f"median step {_duration(median)}", "small"))
-    return question, big, lines
+        lines.append(f"{_clock(wall - seconds.sum())} outside: starting, evaluating, saving")
+    return [*lines, f"median step {duration(facts.over_steps('trainer/step_s'))}"]
 
 
 def _notes(facts: Facts) -> str:
@@ -371,15 +371,7 @@ def _percent(share: float) -> str:
 
 
 def _clock(seconds: float) -> str:
-    if seconds < 60:
-        return _duration(seconds)
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+    return duration(seconds) if seconds < 60 else clock(seconds)
 
 
 def _when(unix: float | None) -> str:
