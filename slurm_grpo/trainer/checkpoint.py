@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -25,7 +26,7 @@ from slurm_grpo.checkpoint_dirs import COMPLETE, complete_steps, partial
 from slurm_grpo.errors import StorageError
 from slurm_grpo.fsio import storage_errors, sync_directory, write_durably
 from slurm_grpo.rundir import RunDir
-from slurm_grpo.trainer.hf_layers import iter_hf_layers
+from slurm_grpo.trainer.hf_layers import hf_metadata, iter_hf_layers
 from slurm_grpo.trainer.learner import Learner
 from slurm_grpo.trainer.model import named_weights
 
@@ -76,12 +77,27 @@ def export_hf(run: RunDir, step: int, learner: Learner) -> Path:
     dtype: torch.dtype = getattr(torch, learner.cfg.generator.engine.dtype)
     with storage_errors("export the model to", work):
         _lead_alone(lambda: _fresh(work))
-        writer = _SafetensorsWriter(work) if dist.get_rank() == 0 else None
+        leads, held = dist.get_rank() == 0, dict[str, Tensor]()
+        rows = hf_metadata(learner.model, learner.adapter, dtype)
+        plan = split_torch_state_dict_into_shards(
+            {name: torch.empty(shape, dtype=dtype, device="meta") for name, _, shape in rows},
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=MAX_FILE_BYTES,
+        )
         for layer in iter_hf_layers(learner.model, learner.adapter, dtype):
-            if writer is not None:
-                writer.add([(name, tensor.to(dtype)) for name, tensor in layer])
-        if writer is not None:
-            writer.close()
+            if leads:
+                held |= {
+                    name: tensor.to(dtype).cpu().contiguous().clone() for name, tensor in layer
+                }
+                for file, names in plan.filename_to_tensors.items():
+                    if held.keys() >= set(names):
+                        tensors = {name: held.pop(name) for name in names}
+                        save_file(tensors, work / file, metadata={"format": "pt"})
+        if leads:
+            if plan.is_sharded:
+                index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+                text = json.dumps(index, indent=1)
+                (work / "model.safetensors.index.json").write_text(text)
             _copy_companions(Path(learner.cfg.model.path), work, learner.cfg.generator.engine.dtype)
             _finish(work, path, b"")
         dist.barrier()
@@ -132,46 +148,6 @@ def _finish(work: Path, path: Path, marker: bytes) -> None:
         shutil.rmtree(path)
     work.rename(path)
     sync_directory(path.parent)
-
-
-class _SafetensorsWriter:
-    """Collects layers into files of bounded size; `close` renames them and writes the index."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._held: dict[str, Tensor] = {}
-        self._held_bytes = 0
-        self._total_bytes = 0
-        self._files: list[list[str]] = []
-
-    def add(self, layer: list[tuple[str, Tensor]]) -> None:
-        size = sum(tensor.nbytes for _, tensor in layer)
-        if self._held and self._held_bytes + size > MAX_FILE_BYTES:
-            self._write()
-        self._held.update((name, tensor.cpu().contiguous().clone()) for name, tensor in layer)
-        self._held_bytes += size
-
-    def close(self) -> None:
-        self._write()
-        n = len(self._files)
-        names = [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
-        if n == 1:
-            (self._folder / "0").rename(self._folder / "model.safetensors")
-            return
-        for i, name in enumerate(names):
-            (self._folder / str(i)).rename(self._folder / name)
-        index = {
-            "metadata": {"total_size": self._total_bytes},
-            "weight_map": {t: names[i] for i, tensors in enumerate(self._files) for t in tensors},
-        }
-        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-
-    def _write(self) -> None:
-        path = self._folder / str(len(self._files))
-        save_file(self._held, str(path), metadata={"format": "pt"})
-        self._files.append(list(self._held))
-        self._total_bytes += self._held_bytes
-        self._held, self._held_bytes = {}, 0
 
 
 def _copy_companions(model_dir: Path, work: Path, dtype: str) -> None:
