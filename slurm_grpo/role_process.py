@@ -69,14 +69,16 @@ def run_role(loop: Callable[[RoleContext], None]) -> None:
 
 def _run(loop: Callable[[RoleContext], None]) -> int:
     run = RunDir(Path(os.environ["SLURM_GRPO_RUN_DIR"]))
+    attempt, incarnation = (int(os.environ[f"SLURM_GRPO_{n}"]) for n in ("ATTEMPT", "INCARNATION"))
     peer = os.environ["SLURM_GRPO_PEER"]
     try:
-        with closing(ControlClient.from_env()) as client:
+        connection = ControlClient(attempt=run.attempt(attempt), peer=peer, incarnation=incarnation)
+        with closing(connection) as client:
             context = RoleContext(
                 run=run,
-                attempt=int(os.environ["SLURM_GRPO_ATTEMPT"]),
+                attempt=attempt,
                 peer=peer,
-                incarnation=int(os.environ["SLURM_GRPO_INCARNATION"]),
+                incarnation=incarnation,
                 config=read_frozen(run.config),
                 client=client,
             )

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
@@ -24,7 +23,7 @@ import zmq
 from slurm_grpo.control.messages import MessageError
 from slurm_grpo.control.views import HeldView, View
 from slurm_grpo.errors import DeadlineExceeded, SlurmGrpoError, Stopped
-from slurm_grpo.rundir import AttemptDir, RunDir
+from slurm_grpo.rundir import AttemptDir
 
 T = TypeVar("T")
 
@@ -85,16 +84,6 @@ class ControlClient:
         if self._failure is not None:
             self.close()
             raise self._failure
-
-    @classmethod
-    def from_env(cls) -> ControlClient:
-        """The connection that the supervisor's environment variables describe."""
-        run = RunDir(Path(os.environ["SLURM_GRPO_RUN_DIR"]))
-        return cls(
-            attempt=run.attempt(int(os.environ["SLURM_GRPO_ATTEMPT"])),
-            peer=os.environ["SLURM_GRPO_PEER"],
-            incarnation=int(os.environ["SLURM_GRPO_INCARNATION"]),
-        )
 
     @property
     def view(self) -> View:
