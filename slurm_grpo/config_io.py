@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,7 @@ def load_config(
 
     values, wrong_options, flags = _read_options(overrides)
     problems += wrong_options
-    for key, value in values.items():
-        cfg = with_value(cfg, key, value)
+    cfg = with_values(cfg, values)
 
     def where(key: str) -> str:
         if key in flags:
@@ -81,7 +80,7 @@ def load_config(
     if not cfg.run.name:
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.") or "run"
         name = f"{stem}-seed{cfg.run.seed}-{datetime.now():%Y%m%d-%H%M%S}"
-        cfg = with_value(cfg, "run.name", name)
+        cfg = with_values(cfg, {"run.name": name})
     if check:
         found = config_checks.check(cfg, skip={key for _, key, _ in problems})
         problems += [(where(keys[0]), keys[0], text) for keys, text in found]
@@ -144,12 +143,14 @@ def _read(reader: YamlReader, base: T, path: Path) -> T:
         ) from None
 
 
-def with_value(section: Any, key: str, value: Any) -> Any:
-    """A copy of a (nested) dataclass with the value under a dotted key replaced."""
-    name, _, rest = key.partition(".")
-    if rest:
-        value = with_value(getattr(section, name), rest, value)
-    return dataclasses.replace(section, **{name: value})
+def with_values(section: T, values: Mapping[str, Any]) -> T:
+    """A copy of a (nested) dataclass with the values under dotted keys replaced."""
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            value = with_values(getattr(section, name), {rest: value})
+        section = dataclasses.replace(section, **{name: value})  # type: ignore[type-var]
+    return section
 
 
 def _report(path: Path, problems: Sequence[Problem]) -> str:
@@ -231,14 +232,14 @@ def _resolve_paths(
     if cfg.task.scorer.module_dir is None and ":" in cfg.task.scorer.name:
         extra = [Path(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
         directory = _module_dir(cfg.task.scorer.name, [file.absolute().parent, here, *extra])
-        cfg = with_value(cfg, "task.scorer.module_dir", directory)
+        cfg = with_values(cfg, {"task.scorer.module_dir": directory})
     for key in (*DATA_PATHS, *_OTHER_PATHS):
         value = config_checks.get(cfg, key)
         if not value or (key == "cluster.python" and "/" not in value):
             continue
         base = file.absolute().parent if key in DATA_PATHS and key not in flags else here
         try:
-            cfg = with_value(cfg, key, os.path.normpath(base / _expand(value)))
+            cfg = with_values(cfg, {key: os.path.normpath(base / _expand(value))})
         except KeyError as error:
             problems.append(
                 (

@@ -73,7 +73,7 @@ def _run(argv: Sequence[str], start: Supervise | None) -> int:
         return 0
     if arguments.test_only:
         return _test_only(run, cfg)
-    _require_role_packages(cfg)
+    require_packages(cfg, "torch", "vllm", "torchtitan")
     if start is None and cfg.cluster.kind == "slurm":
         return _submit(run, cfg, arguments)
     _make(run, cfg, replace=arguments.resume is not None)
@@ -105,9 +105,9 @@ def _make(run: RunDir, cfg: Config, *, replace: bool) -> None:
         )
 
 
-def _require_role_packages(cfg: Config) -> None:
+def require_packages(cfg: Config, *names: str) -> None:
     """Raise before anything is made if this interpreter, which the roles get, cannot run them."""
-    missing = [name for name in ("torch", "vllm", "torchtitan") if find_spec(name) is None]
+    missing = [name for name in names if find_spec(name) is None]
     if missing and cfg.cluster.python in (None, sys.executable):
         raise ConfigError(
             f"cluster.python: {sys.executable} lacks {', '.join(missing)}, which the roles need. "

@@ -8,7 +8,6 @@ continue from their last checkpoint.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import shlex
 import shutil
@@ -19,6 +18,7 @@ from pathlib import Path
 from slurm_grpo import launch_cli
 from slurm_grpo.command_line import exit_code_of
 from slurm_grpo.config import Config
+from slurm_grpo.config_io import with_values
 from slurm_grpo.errors import ConfigError, ExitCode
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.run_state import (
@@ -214,10 +214,8 @@ def _after(cfg: Config, job_id: str | None) -> Config:
     """`cfg` for a job that waits until another has ended, one way or another."""
     if job_id is None:
         return cfg
-    first = cfg.cluster.generators
-    flags = (*first.flags, f"--dependency=afterany:{job_id}")
-    generators = dataclasses.replace(first, flags=flags)
-    return dataclasses.replace(cfg, cluster=dataclasses.replace(cfg.cluster, generators=generators))
+    flags = (*cfg.cluster.generators.flags, f"--dependency=afterany:{job_id}")
+    return with_values(cfg, {"cluster.generators.flags": flags})
 
 
 def _run_here(todo: Sequence[Element], start: launch_cli.Supervise | None) -> int:

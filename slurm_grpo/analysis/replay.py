@@ -9,11 +9,8 @@ it is part of the data. Imports no torch; the trainer's process does.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 
 from slurm_grpo import config_io
@@ -23,6 +20,7 @@ from slurm_grpo.config_checks import get
 from slurm_grpo.config_values import option_types
 from slurm_grpo.errors import ConfigError, ShardError
 from slurm_grpo.fsio import storage_errors
+from slurm_grpo.launch_cli import require_packages
 from slurm_grpo.metrics import read_run_metrics
 from slurm_grpo.rundir import RunDir
 
@@ -72,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     source = RunDir(arguments.run.absolute())
     cfg, ignored = replay_config(source, arguments.config, arguments.overrides)
     n_steps = check_recorded(source, cfg)
-    _require_torch(cfg)
+    require_packages(cfg, "torch", "torchtitan")
     target = RunDir(Path(cfg.run.runs_dir) / cfg.run.name)
     if target.root.exists():
         raise ConfigError(f"run.name: {target.root} exists. Choose another --run.name.")
@@ -107,22 +105,16 @@ def replay_config(
             f"{get(own, key)}, and a replay takes the same steps. Leave it out."
         )
     ignored = [key for key in changed if key.startswith(_IGNORED)]
-    cfg = own
-    for key in changed:
-        if key not in ignored:
-            cfg = config_io.with_value(cfg, key, get(wanted, key))
-    run = replace(cfg.run, replay_of=str(source.root))
-    if "run.name" not in changed:
-        run = replace(run, name=f"{source.root.name}-replay-{datetime.now():%Y%m%d-%H%M%S}")
-    if "run.runs_dir" not in changed:
-        run = replace(run, runs_dir=str(source.root.parent))
-    cfg = replace(
-        cfg,
-        run=run,
-        generator=replace(cfg.generator, n_engines=0),
-        evaluation=replace(cfg.evaluation, n_prompts=0),
-        cluster=replace(cfg.cluster, kind="local"),
-    )
+    values = {
+        "run.name": f"{source.root.name}-replay-{datetime.now():%Y%m%d-%H%M%S}",
+        "run.runs_dir": str(source.root.parent),
+        **{key: get(wanted, key) for key in changed if key not in ignored},
+        "run.replay_of": str(source.root),
+        "generator.n_engines": 0,
+        "evaluation.n_prompts": 0,
+        "cluster.kind": "local",
+    }
+    cfg = config_io.with_values(own, values)
     if problems := config_io.check_config(cfg):
         raise ConfigError("\n  ".join(["the replay cannot run:", *problems]))
     return cfg, ignored
@@ -168,12 +160,3 @@ def compare_losses(source: RunDir, replayed: RunDir) -> str:
 def _losses(run: RunDir) -> dict[int, float | None]:
     rows = read_run_metrics(run, "trainer")
     return {row["step"]: row["trainer/loss"] for row in rows if "trainer/loss" in row}
-
-
-def _require_torch(cfg: Config) -> None:
-    missing = [name for name in ("torch", "torchtitan") if find_spec(name) is None]
-    if missing and cfg.cluster.python in (None, sys.executable):
-        raise ConfigError(
-            f"cluster.python: {sys.executable} lacks {', '.join(missing)}, which training needs. "
-            "Use the interpreter that launch/setup.sh made, or name one with --cluster.python."
-        )

@@ -9,7 +9,6 @@ cancelled, and Slurm's reason is told.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import re
@@ -23,8 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from slurm_grpo.config import ClusterConfig, Config, NodesConfig
-from slurm_grpo.config_io import check_config, freeze_config, load_config
+from slurm_grpo.config import ClusterConfig, Config
+from slurm_grpo.config_io import check_config, freeze_config, load_config, with_values
 from slurm_grpo.errors import ConfigError, ExitCode, SlurmGrpoError, SlurmUnavailable
 from slurm_grpo.fsio import storage_errors, write_durably
 from slurm_grpo.rundir import RunDir
@@ -182,28 +181,21 @@ def _job(cfg: Config, wait_s: float) -> Iterator[Finding]:
 def _small(cfg: Config, root: Path) -> Config:
     """`cfg` with one node, one GPU and one process in each group; two nodes to split if it has
     them."""
-
-    def one(nodes: NodesConfig, n_nodes: int = 1) -> NodesConfig:
-        mem = None if nodes.mem_gib is None else min(nodes.mem_gib, _PROBE_MEM_GIB)
-        n_gpus = min(nodes.gpus_per_node, 2 if cfg.cluster.allocation == "split" else 1)
-        return dataclasses.replace(nodes, nodes=n_nodes, gpus_per_node=n_gpus, mem_gib=mem)
-
-    cluster = dataclasses.replace(
-        cfg.cluster,
-        generators=one(cfg.cluster.generators),
-        trainers=one(cfg.cluster.trainers),
-        shared=one(cfg.cluster.shared, min(2, cfg.cluster.shared.nodes)),
-        time_limit="10",
-        signal_s=60,
-    )
-    engine = dataclasses.replace(cfg.generator.engine, tensor_parallel=1)
-    return dataclasses.replace(
-        cfg,
-        run=dataclasses.replace(cfg.run, name=root.name),
-        cluster=cluster,
-        generator=dataclasses.replace(cfg.generator, n_engines=1, engine=engine),
-        trainer=dataclasses.replace(cfg.trainer, n_ranks=1),
-    )
+    values: dict[str, Any] = {
+        "run.name": root.name,
+        "cluster.time_limit": "10",
+        "cluster.signal_s": 60,
+        "generator.n_engines": 1,
+        "generator.engine.tensor_parallel": 1,
+        "trainer.n_ranks": 1,
+    }
+    for key, nodes in node_groups(cfg).items():
+        most = 2 if key == "cluster.shared" else 1
+        values[f"{key}.nodes"] = min(nodes.nodes, most)
+        values[f"{key}.gpus_per_node"] = min(nodes.gpus_per_node, most)
+        if nodes.mem_gib is not None:
+            values[f"{key}.mem_gib"] = min(nodes.mem_gib, _PROBE_MEM_GIB)
+    return with_values(cfg, values)
 
 
 def _outcome(root: Path, job_id: str, wait_s: float) -> Iterator[Finding]:
