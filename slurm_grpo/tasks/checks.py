@@ -6,9 +6,9 @@ tokenised only if a tokenizer is at hand (the base install has none; the engine 
 
 from __future__ import annotations
 
-import ast
 import importlib.machinery
 import re
+import symtable
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,34 +82,21 @@ def _lookup_problem(module: str, function: str, module_dir: str | None) -> str |
         path = list(spec.submodule_search_locations or ())
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
+    source = Path(spec.origin).read_bytes()
     try:
-        tree = ast.parse(Path(spec.origin).read_bytes(), filename=spec.origin)
+        # Bytes too, whatever the stubs say, so that a file may name its own encoding.
+        table = symtable.symtable(source, spec.origin, "exec")  # type: ignore[arg-type]
     except (SyntaxError, ValueError) as error:
         return f"{spec.origin} is not valid Python: {error}."
-    defined = _defined_names(tree)
-    if function in defined or "*" in defined:
+    symbols = table.get_symbols()
+    bound = {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
+    if function in bound or b"import *" in source:
         return None
-    functions = sorted(n.name for n in tree.body if isinstance(n, ast.FunctionDef))
+    functions = {t.get_name() for t in table.get_children() if t.get_type() == "function"} & bound
     return (
-        f"{spec.origin} defines no {function!r}; its functions: {', '.join(functions) or 'none'}."
+        f"{spec.origin} defines no {function!r}; its functions: "
+        f"{', '.join(sorted(functions)) or 'none'}."
     )
-
-
-def _defined_names(tree: ast.Module) -> set[str]:
-    """Names a module binds at any depth outside functions and classes; `*` for a star import."""
-    names: set[str] = set()
-    todo: list[ast.AST] = [tree]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-            continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names.update((a.asname or a.name).partition(".")[0] for a in node.names)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        todo.extend(ast.iter_child_nodes(node))
-    return names
 
 
 def _answer_problems(path: Path, rows: list[Row], cfg: ScorerConfig) -> list[str]:
