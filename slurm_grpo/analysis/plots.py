@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -56,44 +56,47 @@ Points = tuple[Sequence[float], Sequence[float]]
 
 def line_chart(title: str, lines: Mapping[str, Points], *, log: bool = False) -> str:
     """Lines over steps as inline SVG."""
-    with _Chart(title) as chart:
+
+    def draw(axes: Any) -> None:
         for (name, points), colour in zip(lines.items(), SERIES * len(lines), strict=False):
             x, y = thinned(points)
             style = "o" if len(x) == 1 else "-"
-            chart.axes.plot(x, y, style, color=colour, linewidth=1.4, markersize=4, label=name)
+            axes.plot(x, y, style, color=colour, linewidth=1.4, markersize=4, label=name)
         if log:
-            chart.axes.set_yscale("log")
-        chart.finish(legend=len(lines) > 1)
-    return chart.svg
+            axes.set_yscale("log")
+
+    return _svg(title, draw, legend=len(lines) > 1)
 
 
 def trend_chart(title: str, name: str, points: Points, others: Mapping[str, Points]) -> str:
     """A noisy line with its mean of 5 steps, and sparse `others` as labelled points."""
-    with _Chart(title) as chart:
-        draw_trend(chart.axes, points, name, SERIES[0])
+
+    def draw(axes: Any) -> None:
+        draw_trend(axes, points, name, SERIES[0])
         for (other, sparse), colour in zip(others.items(), SERIES[1:] * len(others), strict=False):
-            draw_labelled(chart.axes, sparse, other, colour)
-        chart.finish(legend=True)
-    return chart.svg
+            draw_labelled(axes, sparse, other, colour)
+
+    return _svg(title, draw, legend=True)
 
 
 def band_chart(title: str, low: Points, middle: Points, high: Points, name: str) -> str:
     """A line with a band around it, such as a median between two quantiles."""
-    with _Chart(title) as chart:
+
+    def draw(axes: Any) -> None:
         (x, bottom), (_, y), (_, top) = thinned(low), thinned(middle), thinned(high)
         style = "o-" if len(x) == 1 else "-"
-        chart.axes.fill_between(x, bottom, top, color=SERIES[0], alpha=0.25, linewidth=0)
-        chart.axes.plot(x, y, style, color=SERIES[0], linewidth=1.6, markersize=4, label=name)
-        chart.axes.set_ylim(bottom=0)
-        chart.finish(legend=True)
-    return chart.svg
+        axes.fill_between(x, bottom, top, color=SERIES[0], alpha=0.25, linewidth=0)
+        axes.plot(x, y, style, color=SERIES[0], linewidth=1.6, markersize=4, label=name)
+        axes.set_ylim(bottom=0)
+
+    return _svg(title, draw, legend=True)
 
 
 def histogram(title: str, samples: Mapping[str, Sequence[float]], xlabel: str) -> str:
     """Shares of each sample in common bins, as outlines with a light fill."""
     import numpy as np
 
-    with _Chart(title, xlabel) as chart:
+    def draw(axes: Any) -> None:
         joined = np.concatenate([np.asarray(values, float) for values in samples.values()])
         bins: Any = np.histogram_bin_edges(joined, bins=24)
         if (joined == np.round(joined)).all():  # bins around whole numbers, equally many in each
@@ -103,27 +106,27 @@ def histogram(title: str, samples: Mapping[str, Sequence[float]], xlabel: str) -
         for (name, values), colour in zip(samples.items(), SERIES, strict=False):
             counts, _ = np.histogram(values, bins)
             share = counts / max(1, counts.sum())
-            chart.axes.stairs(share, bins, color=colour, alpha=0.18, fill=True)
-            chart.axes.stairs(share, bins, color=colour, linewidth=1.4, label=name)
-        chart.axes.set_ylabel("share")
-        chart.finish(legend=len(samples) > 1)
-    return chart.svg
+            axes.stairs(share, bins, color=colour, alpha=0.18, fill=True)
+            axes.stairs(share, bins, color=colour, linewidth=1.4, label=name)
+        axes.set_ylabel("share")
+
+    return _svg(title, draw, legend=len(samples) > 1, xlabel=xlabel)
 
 
 def stacked_chart(title: str, ylabel: str, steps: Sequence[float], parts: Mapping[str, Any]) -> str:
     """What each part contributes in every step, one on the other, as bars."""
     import numpy as np
 
-    with _Chart(title) as chart:
+    def draw(axes: Any) -> None:
         bottom: Any = 0.0
         for (name, values), colour in zip(parts.items(), SERIES, strict=False):
             x, y = thinned((steps, values), 60)
             width = 0.85 * (np.diff(x).min() if len(x) > 1 else 1)
-            chart.axes.bar(x, y, width, bottom, color=colour, label=name, linewidth=0)
+            axes.bar(x, y, width, bottom, color=colour, label=name, linewidth=0)
             bottom = bottom + np.asarray(y)
-        chart.axes.set_ylabel(ylabel)
-        chart.finish(legend=True)
-    return chart.svg
+        axes.set_ylabel(ylabel)
+
+    return _svg(title, draw, legend=True)
 
 
 def heat_map(title: str, steps: Sequence[float], rows: Mapping[str, Sequence[float]]) -> str:
@@ -131,7 +134,7 @@ def heat_map(title: str, steps: Sequence[float], rows: Mapping[str, Sequence[flo
     import numpy as np
     from matplotlib.colors import ListedColormap
 
-    with _Chart(title, height=1.1 + 0.32 * len(rows)) as chart:
+    def draw(axes: Any) -> None:
         labels, levels = [], []
         for name, values in rows.items():
             x, y = thinned((steps, values), 60)
@@ -140,7 +143,7 @@ def heat_map(title: str, steps: Sequence[float], rows: Mapping[str, Sequence[flo
             levels.append((np.asarray(y) - low) / (high - low) if high > low else np.zeros(len(y)))
         half = (x[1] - x[0]) / 2 if len(x) > 1 else 0.5
         edges = [v - half for v in x] + [x[-1] + half]
-        chart.axes.pcolormesh(
+        axes.pcolormesh(
             edges,
             np.arange(len(rows) + 1),
             np.array(levels),
@@ -148,58 +151,51 @@ def heat_map(title: str, steps: Sequence[float], rows: Mapping[str, Sequence[flo
             vmin=0,
             vmax=1,
         )
-        chart.axes.set_yticks(np.arange(len(rows)) + 0.5, labels)
-        chart.axes.tick_params(axis="y", length=0)
-        chart.axes.invert_yaxis()
-        chart.axes.spines[:].set_visible(False)
-        chart.finish(legend=False, grid=False)
-    return chart.svg
+        axes.set_yticks(np.arange(len(rows)) + 0.5, labels)
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
+        axes.spines[:].set_visible(False)
+
+    height = 1.1 + 0.32 * len(rows)
+    return _svg(title, draw, legend=False, grid=False, height=height)
 
 
-class _Chart:
-    """One figure in the page's style; `svg` is there after the block."""
+def _svg(
+    title: str,
+    draw: Callable[[Any], None],
+    *,
+    legend: bool,
+    xlabel: str = "step",
+    height: float = 2.7,
+    grid: bool = True,
+) -> str:
+    """What `draw` puts on the axes, in the page's style, with what every chart has."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    def __init__(self, title: str, xlabel: str = "step", height: float = 2.7) -> None:
-        self._title = title
-        self._xlabel = xlabel
-        self._height = height
-        self.svg = ""
-
-    def __enter__(self) -> _Chart:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-
-        self._style = rc_context(_STYLE | {"svg.hashsalt": self._title})
-        self._style.__enter__()
-        self._figure = Figure(figsize=(4.7, self._height), layout="constrained")
-        self._figure.patch.set_alpha(0.0)
-        self.axes: Any = self._figure.subplots()
-        self.axes.patch.set_alpha(0.0)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._style.__exit__(None, None, None)
-
-    def finish(self, *, legend: bool, grid: bool = True) -> None:
-        """What every chart has."""
-        from matplotlib.ticker import MaxNLocator
-
-        self.axes.set_xlabel(self._xlabel)
-        low, high = self.axes.dataLim.intervalx
+    with rc_context(_STYLE | {"svg.hashsalt": title}):
+        figure = Figure(figsize=(4.7, height), layout="constrained")
+        figure.patch.set_alpha(0.0)
+        axes: Any = figure.subplots()
+        axes.patch.set_alpha(0.0)
+        draw(axes)
+        axes.set_xlabel(xlabel)
+        low, high = axes.dataLim.intervalx
         if high - low < 1:  # a single step
-            self.axes.set_xlim(low - 1, high + 1)
-        if tuple(self.axes.dataLim.intervaly) == (0, 0):
-            self.axes.set_ylim(0, 1)
-        self.axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
+            axes.set_xlim(low - 1, high + 1)
+        if tuple(axes.dataLim.intervaly) == (0, 0):
+            axes.set_ylim(0, 1)
+        axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
         if grid:
-            self.axes.grid(axis="y", alpha=0.35, linewidth=0.6)
-            self.axes.set_axisbelow(True)
+            axes.grid(axis="y", alpha=0.35, linewidth=0.6)
+            axes.set_axisbelow(True)
         if legend:
-            labels = self.axes.get_legend_handles_labels()[1]
+            labels = axes.get_legend_handles_labels()[1]
             # What fits a line of the figure's width, as a rule of thumb.
             ncols = max(1, min(len(labels), 62 // (max(map(len, labels)) + 6)))
-            self._figure.legend(loc="outside upper left", ncols=ncols, handlelength=1.4)
-        self.svg = inline_svg(self._figure, self._title)
+            figure.legend(loc="outside upper left", ncols=ncols, handlelength=1.4)
+        return inline_svg(figure, title)
 
 
 def inline_svg(figure: Any, label: str) -> str:
