@@ -148,18 +148,18 @@ def _unused(cfg: Config) -> Found:
             f"{schedule.min_lr_ratio} has no effect with trainer.schedule.decay = constant. "
             "Choose linear or cosine, or leave it out.",
         )
-    if scorer.regex is not None and scorer.name != "regex":
-        yield (
-            ("task.scorer.regex", "task.scorer.name"),
-            f"has no effect with task.scorer.name = {scorer.name}. Set the name to regex, or "
-            "leave it out.",
-        )
-    if scorer.module_dir is not None and ":" not in scorer.name:
-        yield (
-            ("task.scorer.module_dir", "task.scorer.name"),
-            f"has no effect with task.scorer.name = {scorer.name}. Set the name to "
-            "module:function, or leave it out.",
-        )
+    for key, partner, wanted, is_wanted in (
+        ("task.scorer.regex", "task.scorer.name", "regex", scorer.name == "regex"),
+        ("task.scorer.module_dir", "task.scorer.name", "module:function", ":" in scorer.name),
+        ("task.path", "task.name", "jsonl", task.name == "jsonl"),
+        ("task.eval_path", "task.name", "jsonl", task.name == "jsonl"),
+    ):
+        if get(cfg, key) is not None and not is_wanted:
+            yield (
+                (key, partner),
+                f"has no effect with {partner} = {get(cfg, partner)}. Set the name to {wanted}, or "
+                "leave it out.",
+            )
     keep, keep_steps = cfg.staging.keep, cfg.staging.keep_steps
     if (keep == "recent") != (keep_steps is not None):
         yield (
@@ -167,13 +167,6 @@ def _unused(cfg: Config) -> Found:
             f"{keep_steps} given with staging.keep = {keep}; expected a number of steps with "
             "recent, and nothing otherwise. Set both, or leave it out.",
         )
-    for key, value in (("task.path", task.path), ("task.eval_path", task.eval_path)):
-        if value is not None and task.name != "jsonl":
-            yield (
-                (key, "task.name"),
-                f"has no effect with task.name = {task.name}. Set the name to jsonl, or leave it "
-                "out.",
-            )
 
 
 def _model(cfg: Config) -> Found:
