@@ -35,7 +35,7 @@ from slurm_grpo.versions import PACKAGE_ROOT
 _REFRESH_S = 1.0
 _LABEL_WIDTH = 22
 _SPARKS = "▁▂▃▄▅▆▇█"
-_PHASE_LABELS = {
+PHASE_LABELS = {
     "wait": "waiting for episodes",
     "read": "reading shards",
     "forward_backward": "forward, backward",
@@ -274,7 +274,7 @@ def show_end(
     table.add_row("steps", f"{summary['steps']}, median {duration(summary['step_s_median'])}")
     for phase, value in summary["phase_s_median"].items():
         if value is not None:
-            table.add_row(f"  {_PHASE_LABELS[phase]}", duration(value))
+            table.add_row(f"  {PHASE_LABELS[phase]}", duration(value))
     if summary["peak_pss_bytes"]:  # measured where all processes are on one machine
         table.add_row("peak memory", f"{summary['peak_pss_bytes'] / 2**30:.2f} GiB, all processes")
     table.add_row("wall time", clock(summary["wall_s"]))
@@ -364,7 +364,7 @@ def _phase_bars(row: Row) -> RenderableType:
     for phase, seconds in _phase_seconds(row).items():
         if phase != "pause":  # it lies inside `sync`
             bar = ProgressBar(total=max(total, 1e-9), completed=seconds)
-            table.add_row(_PHASE_LABELS[phase], duration(seconds), bar)
+            table.add_row(PHASE_LABELS[phase], duration(seconds), bar)
     return table
 
 

@@ -21,16 +21,11 @@ from slurm_grpo.analysis.frame import RunData
 from slurm_grpo.analysis.plots import Points, series
 from slurm_grpo.analysis.rescored import reward_columns
 from slurm_grpo.analysis.token_text import load_tokenizer
+from slurm_grpo.display import PHASE_LABELS
 from slurm_grpo.metrics import Row, read_run_metrics
 from slurm_grpo.summary import PHASES, evaluations
 
-PHASE_NAMES = {
-    "wait": "waiting for episodes",
-    "read": "reading shards",
-    "forward_backward": "forward, backward",
-    "optimizer": "optimizer",
-    "sync": "sending weights",
-}
+PHASE_NAMES = {p: name for p, name in PHASE_LABELS.items() if p != "pause"}
 """Phases that add up to a step, with their names; what is left is `other`."""
 
 
