@@ -31,7 +31,7 @@ from slurm_grpo.slurm.placement import Seat, place
 from slurm_grpo.slurm.queue import expand_indices
 from slurm_grpo.slurm.requeue import end_leftover_steps, why_told_to_end
 from slurm_grpo.slurm.script import flag_name, node_groups
-from slurm_grpo.slurm.steps import LocalStep, Step, StepSpec, start_local
+from slurm_grpo.slurm.steps import LocalStep, Step, StepLauncher, StepSpec, start_local
 from slurm_grpo.versions import PACKAGE_ROOT
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ _FOR_SRUN = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_HET_SIZE", "SLURM_WORKING_CLUS
 ours, and in component 1 some are component 0's."""
 
 
-class SrunLauncher:
+class SrunLauncher(StepLauncher):
     """Starts steps in the allocation around this process."""
 
     poll_s = 1.0

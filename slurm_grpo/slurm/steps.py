@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,38 +86,41 @@ class Step(Protocol):
         """End the process and everything it started (SIGKILL); harmless when they have."""
 
 
-class StepLauncher(Protocol):
-    """Starts steps, and knows what surrounds them; one implementation a placement."""
+class StepLauncher(ABC):
+    """Starts steps, and knows what surrounds them; one subclass a placement. The defaults are those
+    of a host that nothing surrounds."""
 
     poll_s: float
     """How often the supervisor looks at its steps when nothing wakes it."""
     on_this_host: bool
     """Whether the processes are this host's, to be measured here, and run its packages."""
-
-    @property
-    def control_host(self) -> str:
-        """Address of this host that every step can reach."""
+    control_host: str
+    """Address of this host that every step can reach."""
 
     @property
     def facts(self) -> dict[str, Any]:
         """What an attempt's record should say about the surroundings."""
+        return {}
 
-    def prepare(self, attempt: AttemptDir) -> None:
+    def prepare(self, attempt: AttemptDir) -> None:  # noqa: B027 - nothing to do is a default
         """End what an earlier life of the job left; called once, before the first start. Raises
         DeadlineExceeded."""
 
+    @abstractmethod
     def start(self, specs: Sequence[StepSpec]) -> dict[str, Step]:
         """Start processes, together where that is possible, and return at once, by peer name.
         Raises OSError when a log cannot be opened."""
 
     def told_to_end(self) -> bool:
         """Whether somebody else has asked a step to end since this was last asked."""
+        return False
 
     def why_told(self) -> tuple[Ending, str]:
         """Why the supervisor or its steps were told to end, or did: BOUNDARY when there is time for
         a checkpoint, SIGNALLED when the surroundings know of no reason; and a sentence."""
+        return Ending.SIGNALLED, ""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - nothing to do is a default
         """See the end of what the steps needed; none is running any more."""
 
 
@@ -174,31 +178,15 @@ class LocalStep:
                 os.kill(pid, signal.SIGKILL)
 
 
-class LocalLauncher:
+class LocalLauncher(StepLauncher):
     """Steps as child processes of the supervisor."""
 
     poll_s = 0.25
     on_this_host = True
     control_host = "127.0.0.1"
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        return {}
-
-    def prepare(self, attempt: AttemptDir) -> None:
-        pass
-
     def start(self, specs: Sequence[StepSpec]) -> dict[str, Step]:
         return {spec.peer: start_local(spec) for spec in specs}
-
-    def told_to_end(self) -> bool:
-        return False
-
-    def why_told(self) -> tuple[Ending, str]:
-        return Ending.SIGNALLED, ""
-
-    def close(self) -> None:
-        pass
 
 
 def start_local(spec: StepSpec, stdin: int = subprocess.DEVNULL) -> LocalStep:
