@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
+import pandas as pd
 
 from slurm_grpo.analysis import plots
 from slurm_grpo.analysis.plots import Points
@@ -42,7 +42,7 @@ def learning_charts(facts: Facts) -> list[Chart]:
             "Means over all episodes that each policy wrote, at the step after it; a step trains "
             "on a selection of them."
         )
-        charts.append(_lines(facts, title, caption, lines))
+        charts.append(_lines(title, caption, lines))
     charts.append(_parts(facts, tasks))
     errors = [
         (row["step"], row["episodes/n_errors"] / row["episodes/n"])
@@ -55,14 +55,14 @@ def learning_charts(facts: Facts) -> list[Chart]:
         "scoring errors": ([s for s, _ in errors], [share for _, share in errors]),
     }
     caption = "Shares of a step's episodes or groups. Groups of equal rewards teach nothing."
-    charts.append(_lines(facts, "What steps were made of", caption, shares))
+    charts.append(_lines("What steps were made of", caption, shares))
     dropped = {
         "without signal": facts.points("groups/dropped_no_signal"),
         "too stale": facts.points("groups/dropped_stale"),
     }
     if any(sum(points[1]) for points in dropped.values()):
         caption = "Groups that were generated and not trained on: work that a step waits for."
-        charts.append(_lines(facts, "Dropped groups", caption, dropped))
+        charts.append(_lines("Dropped groups", caption, dropped))
     return charts
 
 
@@ -85,7 +85,7 @@ def length_charts(facts: Facts) -> list[Chart]:
     return [
         Chart("Answer length", "Tokens of the answers in each step.", band),
         Chart("Length distribution", "Answers of the earliest and the latest policies.", histogram),
-        _lines(facts, "Answers cut short", caption, cut),
+        _lines("Answers cut short", caption, cut),
     ]
 
 
@@ -97,26 +97,17 @@ def policy_charts(facts: Facts) -> list[Chart]:
     if len(ages):
         svg = plots.histogram("Staleness", {"episodes": ages.tolist()}, "steps behind")
         staleness = Chart("Staleness", caption, svg)
-    k3 = {"k3 estimate": facts.points("trainer/mismatch_k3_nats")}
+    k3 = "KL divergence between the policy that wrote the tokens and the one being trained."
+    apart = "Between the two sides for the same tokens, nats. Large ones are worth a look."
     worst = {
         "largest in a step": facts.points("trainer/mismatch_max_nats"),
         "of a fixed prompt, mean": facts.points("sync/probe_mean_abs_diff"),
     }
+    mismatch = {"k3 estimate": facts.points("trainer/mismatch_k3_nats")}
     return [
         staleness,
-        _lines(
-            facts,
-            "Mismatch of trainer and generator",
-            "KL divergence between the policy that wrote the tokens and the one being trained.",
-            k3,
-            log=True,
-        ),
-        _lines(
-            facts,
-            "Log-probability differences",
-            "Between the two sides for the same tokens, nats. Large ones are worth a look.",
-            worst,
-        ),
+        _lines("Mismatch of trainer and generator", k3, mismatch, log=True),
+        _lines("Log-probability differences", apart, worst),
     ]
 
 
@@ -129,7 +120,7 @@ def training_charts(facts: Facts) -> list[Chart]:
         "Entropy": ("entropy_nats", "Of trained tokens, nats. Towards 0: no more exploration."),
     }
     return [
-        _lines(facts, title, caption, {title.lower(): facts.points(f"trainer/{key}")})
+        _lines(title, caption, {title.lower(): facts.points(f"trainer/{key}")})
         for title, (key, caption) in wanted.items()
     ]
 
@@ -150,7 +141,7 @@ def time_charts(facts: Facts) -> list[Chart]:
     }
     return [
         Chart("Seconds per step", "Each phase of the trainer's step.", svg),
-        _lines(facts, "Tokens per second", "While the side in question was at work.", speed),
+        _lines("Tokens per second", "While the side in question was at work.", speed),
     ]
 
 
@@ -183,19 +174,14 @@ def _parts(facts: Facts, tasks: Sequence[str]) -> Chart:
     found = {name: points for name, points in found.items() if points[0]}
     if not found:
         return _missing("Reward parts over time")
-    steps = sorted({step for x, _ in found.values() for step in x})
-    rows = {}
-    for name, (x, y) in found.items():
-        at = dict(zip(x, y, strict=True))
-        rows[name] = [at.get(step, np.nan) for step in steps]
-    svg = plots.heat_map("Reward parts over time", steps, rows)
+    table = pd.DataFrame({name: pd.Series(y, x) for name, (x, y) in found.items()}).sort_index()
+    rows = {name: table[name].tolist() for name in table}
+    svg = plots.heat_map("Reward parts over time", table.index.tolist(), rows)
     caption = "Each row from its lowest (pale) to its highest mean; the range stands at its left."
     return Chart("Reward parts over time", caption, svg)
 
 
-def _lines(
-    facts: Facts, title: str, caption: str, lines: Mapping[str, Points], *, log: bool = False
-) -> Chart:
+def _lines(title: str, caption: str, lines: Mapping[str, Points], *, log: bool = False) -> Chart:
     found = {name: points for name, points in lines.items() if len(points[0])}
     if not found:
         return _missing(title)
