@@ -37,15 +37,15 @@ def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", textwrap.dedent(code))
 
 
-def wait_for_end(step: Step, timeout_s: float = 10.0) -> int:
+def wait_for_end(step: Step, timeout_s: float = 60.0) -> int:
     deadline = time.monotonic() + timeout_s
     while (code := step.poll()) is None:
         assert time.monotonic() < deadline, "the step did not end"
-        time.sleep(0.01)
+        time.sleep(0.02)
     return code
 
 
-def wait_for_line(path: Path, timeout_s: float = 10.0) -> str:
+def wait_for_line(path: Path, timeout_s: float = 60.0) -> str:
     """The first whole line a process wrote into a file."""
     deadline = time.monotonic() + timeout_s
     while not path.exists() or "\n" not in path.read_text():
@@ -54,7 +54,7 @@ def wait_for_line(path: Path, timeout_s: float = 10.0) -> str:
     return path.read_text().splitlines()[0]
 
 
-def wait_until_gone(*pids: int, timeout_s: float = 10.0) -> None:
+def wait_until_gone(*pids: int, timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while alive := [pid for pid in pids if proctree.start_ticks(pid) is not None]:
         assert time.monotonic() < deadline, f"still alive: {alive}"
@@ -82,7 +82,7 @@ class StepConformance:
     def test_a_step_killed_by_a_signal_records_its_negative_number(
         self, launcher: StepLauncher, tmp_path: Path
     ) -> None:
-        step = start(launcher, spec(tmp_path, *python("import time; time.sleep(60)")))
+        step = start(launcher, spec(tmp_path, *python("import time; time.sleep(600)")))
         step.kill()
         assert wait_for_end(step) == -signal.SIGKILL
         assert (tmp_path / "engine-0.exit").read_text() == "-9\n"
@@ -112,10 +112,10 @@ class StepConformance:
     ) -> None:
         code = f"""
             import subprocess, sys, time
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"],
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
                                      start_new_session={session == "own"})
             print(child.pid, flush=True)
-            time.sleep(60)
+            time.sleep(600)
         """
         step = start(launcher, spec(tmp_path, *python(code)))
         child = int(wait_for_line(tmp_path / "engine-0.log"))
@@ -128,7 +128,7 @@ class StepConformance:
     ) -> None:
         code = """
             import os, subprocess, sys
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             print(child.pid, flush=True)
             os._exit(1)
         """

@@ -79,7 +79,7 @@ def start_and_reach(config: Path, step: int) -> tuple[subprocess.Popen[bytes], R
         assert submit.poll() is None, runs.explain(run, log)
         return any(row["step"] >= step for row in runs.step_rows(run))
 
-    runs.wait_until(reached, 120, f"step {step}")
+    runs.wait_until(reached, 240, f"step {step}")
     return submit, run
 
 
@@ -170,14 +170,15 @@ def test_generation_overlaps_training_within_the_staleness_bound(
 def test_a_killed_engine_is_restarted_and_the_run_ends_with_all_groups(
     tmp_path: Path, tiny_model_dir: ModelDir
 ) -> None:
-    config = runs.write_config(tmp_path, tiny_model_dir(), {"run": {"steps": 8}})
+    # Steps take an eighth of a second: the run must not be through before its engine is killed.
+    config = runs.write_config(tmp_path, tiny_model_dir(), {"run": {"steps": 40}})
     submit, run = start_and_reach(config, 2)
     engine = process_named(submit, "slurm_grpo.generator.role")
     os.kill(engine, signal.SIGKILL)
 
-    code = runs.finish(submit, 180)
+    code = runs.finish(submit, 240)
     assert code == 0, runs.explain(run, tmp_path / "submit.log")
-    assert_trained_once(run, 32)
+    assert_trained_once(run, 160)
     assert {name.incarnation for _, name in list_shards(run)} == {0, 1}
 
 
@@ -196,18 +197,19 @@ def process_named(submit: subprocess.Popen[bytes], module: str) -> int:
 def test_a_run_killed_at_a_random_instant_and_resumed_equals_the_uninterrupted_one(
     tmp_path: Path, tiny_model_dir: ModelDir, steps_before: int
 ) -> None:
-    changes = {"run": {"steps": 6}}
-    reference = runs.launch(runs.write_config(tmp_path / "whole", tiny_model_dir(), changes))
-    config = runs.write_config(tmp_path / "cut", tiny_model_dir(), changes)
+    """Which step that is in, the machine decides: only then is it known how long both runs are."""
+    config = runs.write_config(tmp_path / "cut", tiny_model_dir(), {"run": {"steps": 10_000}})
     submit, run = start_and_reach(config, steps_before)
     delay_s = random.uniform(0.0, 0.5)
     time.sleep(delay_s)
     known = processes(run, submit)
     submit.kill()
     submit.wait()
-    runs.wait_until(lambda: not alive(known), 10, f"the end of {known}")
+    runs.wait_until(lambda: not alive(known), 60, f"the end of {known}")
 
-    runs.resume(run)
+    steps = {"run": {"steps": max(losses(run)) + 3}}
+    runs.resume(run, "--run.steps", str(steps["run"]["steps"]))
+    reference = runs.launch(runs.write_config(tmp_path / "whole", tiny_model_dir(), steps))
     assert_same_run(run, reference)
     summary = runs.summary(run)
     assert (summary["status"], summary["n_attempts"]) == ("done", 2), delay_s
@@ -228,8 +230,7 @@ def test_a_signal_ends_every_process_within_ten_seconds(
     submit.send_signal(number)
 
     assert runs.finish(submit, 10) == 128 + number
-    assert not alive(known)
-    assert time.monotonic() - began < 10
+    runs.wait_until(lambda: not alive(known), 10 - (time.monotonic() - began), f"end of {known}")
     assert runs.summary(run)["status"] == "interrupted"
 
 
@@ -241,7 +242,7 @@ def test_usr1_checkpoints_at_the_next_boundary_and_the_run_resumes_from_there(
     submit, run = start_and_reach(config, 1)
     submit.send_signal(signal.SIGUSR1)
 
-    assert runs.finish(submit, 60) == ExitCode.STOPPED
+    assert runs.finish(submit, 120) == ExitCode.STOPPED
     (step,) = complete_steps(run)
     assert runs.summary(run)["status"] == "stopped"
     runs.resume(run, "--run.steps", str(step + 1))
@@ -266,7 +267,7 @@ def test_a_broken_scorer_fails_the_run_and_says_why(
     }
     config = runs.write_config(tmp_path, tiny_model_dir(), changes)
     log = tmp_path / "submit.log"
-    assert runs.finish(runs.start(config, log=log), 120) == code
+    assert runs.finish(runs.start(config, log=log), 240) == code
     assert says in log.read_text()
     assert runs.summary(RunDir(tmp_path / "runs" / "test"))["status"] == "failed"
 
@@ -280,7 +281,7 @@ def test_rewards_that_never_differ_fail_the_run_instead_of_searching_for_ever(
     }
     config = runs.write_config(tmp_path, tiny_model_dir(), changes)
     log = tmp_path / "submit.log"
-    assert runs.finish(runs.start(config, log=log), 120) == ExitCode.FAILURE
+    assert runs.finish(runs.start(config, log=log), 240) == ExitCode.FAILURE
     assert "algorithm.max_dropped_per_step" in log.read_text()
 
 
@@ -289,5 +290,5 @@ def test_a_diverging_run_ends_non_zero(tmp_path: Path, tiny_model_dir: ModelDir)
     changes = {"trainer": {"optimizer": {"lr": 1e30}, "schedule": {"warmup_steps": 0}}}
     config = runs.write_config(tmp_path, tiny_model_dir(), changes)
     log = tmp_path / "submit.log"
-    assert runs.finish(runs.start(config, log=log), 120) not in (0, None)
+    assert runs.finish(runs.start(config, log=log), 240) not in (0, None)
     assert json.loads((tmp_path / "runs/test/summary.json").read_text())["status"] == "failed"

@@ -20,7 +20,7 @@
 set -euo pipefail
 
 NODES=(gen1 gen2 train1 train2 a1 a2)
-START_S=20
+START_S=60
 FREEZER=/sys/fs/cgroup/freezer
 PATH=$PATH:/usr/sbin:/sbin
 
@@ -139,10 +139,10 @@ PreemptMode=REQUEUE
 JobAcctGatherType=jobacct_gather/none
 JobRequeue=1
 FirstJobId=$(((PORT - 19999) * 1000))
-KillWait=3
+KillWait=10
 ReturnToService=2
 InactiveLimit=0
-MinJobAge=300
+MinJobAge=36000
 SlurmctldTimeout=20
 SlurmdTimeout=20
 SlurmdParameters=config_overrides
@@ -220,6 +220,18 @@ start_node() {
     daemon "slurmd-$1" slurmd -D -f "$CONF" -N "$1"
 }
 
+listens() {
+    (exec 3<>"/dev/tcp/127.0.0.1/$(sed -n "s/^NodeName=$1 .* Port=\([0-9]*\) .*/\1/p" "$CONF")")
+}
+
+# Kills it; succeeds when nothing of it is left.
+is_killed() {
+    local pid all
+    all=$(daemon_pids "slurmd-$1")
+    for pid in $all; do kill -KILL "$pid" 2>/dev/null || true; done
+    [[ -z $all ]]
+}
+
 all_idle() {
     (($(SLURM_CONF=$CONF sinfo -h -N -p all -t idle -o %N | wc -l) == ${#NODES[@]}))
 }
@@ -282,7 +294,7 @@ start() {
     daemon munged munged --foreground --force --num-threads=2 --socket="$DIR/munge/socket" \
         --key-file="$DIR/munge/key" --pid-file="$DIR/pid/munged" \
         --log-file="$DIR/log/munged.log" --seed-file="$DIR/munge/seed"
-    wait_for munged 5 munge -n --socket="$DIR/munge/socket"
+    wait_for munged "$START_S" munge -n --socket="$DIR/munge/socket"
     if [[ ${ACCOUNTING:-} == 1 ]]; then start_accounting; fi
     daemon slurmctld slurmctld -D -c -f "$CONF"
     for node in "${NODES[@]}"; do start_node "$node"; done
@@ -327,11 +339,13 @@ CONF=$DIR/slurm.conf
 case $1 in
     check | install | start | stop) "$1" ;;
     kill-node)
-        pid=$(daemon_pids "slurmd-$2")
-        [[ -n $pid ]] || die "no slurmd of $2 is running."
-        kill -KILL "$pid"
+        [[ -n $(daemon_pids "slurmd-$2") ]] || die "no slurmd of $2 is running."
+        wait_for "slurmd of $2 to end" "$START_S" is_killed "$2"
         ;;
-    start-node) start_node "$2" ;;
+    start-node)
+        start_node "$2"
+        wait_for "slurmd of $2 to listen" "$START_S" listens "$2"
+        ;;
     processes)
         for pid in $(pids "$JOB_PROCESS" "${3:-}"); do ps -o pid=,args= -p "$pid" || true; done
         ;;

@@ -67,7 +67,7 @@ def test_three_elements_run_as_an_array_and_only_what_is_missing_is_submitted_ag
     assert main([sweep, "--submit"]) == ExitCode.OK
     assert "Nothing to run" in capsys.readouterr().out  # all are alive
     assert slurm_grpo(["cancel", f"{folder}/s-002"]) == ExitCode.OK
-    wait_until(lambda: not cluster.live_jobs(), 200, "elements 0 and 1 to end")
+    wait_until(lambda: not cluster.live_jobs(), 600, "elements 0 and 1 to end")
     words = [stand(find_run(f"{folder}/s-00{i}")).word for i in range(3)]
     assert words == ["done", "done", "not started"], explain(tmp_path)
 
@@ -76,7 +76,7 @@ def test_three_elements_run_as_an_array_and_only_what_is_missing_is_submitted_ag
     said = capsys.readouterr().out
     assert "2 done, 1 not started" in said
     assert re.search(r"submitted job array \d+: 2\n", said)
-    wait_until(lambda: not cluster.live_jobs(), 100, "element 2 to end")
+    wait_until(lambda: not cluster.live_jobs(), 400, "element 2 to end")
     assert main([sweep, "--submit"]) == ExitCode.OK
     assert "3 done\nNothing to run" in capsys.readouterr().out, explain(tmp_path)
 

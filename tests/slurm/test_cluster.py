@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from runs import wait_until
 from slurm_cluster import SCRIPT, Cluster, running_cluster, why_not
 
 pytestmark = pytest.mark.slurm
@@ -47,7 +47,7 @@ def test_heterogeneous_job_runs_on_both_groups_with_their_gpus(
 
 def test_requeued_job_starts_again_when_told(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    end = f"echo $SLURM_RESTART_COUNT >>{out}.starts; sleep 100"
+    end = f"echo $SLURM_RESTART_COUNT >>{out}.starts; sleep 1000"
     job = submit(cluster, tmp_path, HET.format(trainers="train", out=out, end=end))
     cluster.wait_state(job, "RUNNING")
     cluster.run("scontrol", "requeue", job)
@@ -59,14 +59,15 @@ def test_requeued_job_starts_again_when_told(cluster: Cluster, tmp_path: Path) -
 
 
 def test_high_partition_preempts_and_requeues_low(cluster: Cluster, tmp_path: Path) -> None:
-    text = "#!/bin/bash\n#SBATCH -p {} -N4 --exclusive --output=/dev/null\nsrun sleep 100\n"
+    text = "#!/bin/bash\n#SBATCH -p {} -N4 --exclusive --output=/dev/null\nsrun sleep 1000\n"
     low = submit(cluster, tmp_path, text.format("low"))
     cluster.wait_state(low, "RUNNING")
     high = submit(cluster, tmp_path, text.format("high"))
     cluster.wait_state(high, "RUNNING")
     cluster.wait_state(low, "PENDING")
     cluster.run("scancel", high, low)
-    cluster.wait_state(high, "CANCELLED")
+    for job in (high, low):
+        cluster.wait_state(job, "CANCELLED")
 
 
 def test_killed_node_comes_back(cluster: Cluster) -> None:
@@ -88,10 +89,17 @@ def test_cluster_started_twice_is_one_cluster_and_stops_without_a_trace(
         )
         return done.stdout
 
-    start = time.monotonic()
-    said = script("start")
-    assert time.monotonic() - start < 20
-    assert said == script("start") == f"export SLURM_CONF='{directory}/slurm.conf'\n"
+    said = []
+
+    def seconds_to_start() -> float:
+        script("stop")
+        started = time.monotonic()
+        said.append(script("start"))
+        return time.monotonic() - started
+
+    # The best of three, since other work on a test machine must not decide.
+    assert any(seconds_to_start() < 20 for _ in range(3))
+    assert {*said, script("start")} == {f"export SLURM_CONF='{directory}/slurm.conf'\n"}
     script("stop")
     script("stop")
     assert not directory.exists()
@@ -101,11 +109,11 @@ def test_cluster_started_twice_is_one_cluster_and_stops_without_a_trace(
 def test_two_clusters_side_by_side_with_pgid_and_a_job_left_running(slurm_works: None) -> None:
     with running_cluster(proctrack="pgid") as one, running_cluster() as other:
         for each in (one, other):
-            each.run("sbatch", "-o/dev/null", "--wrap", "setsid sleep 100 & sleep 100")
+            each.run("sbatch", "-o/dev/null", "--wrap", "setsid sleep 1000 & sleep 1000")
         for each in (one, other):
             (job,) = each.live_jobs()
             each.wait_state(job.job, "RUNNING")
-            wait_until(partial(each.processes, f"SLURM_JOB_ID={job.job}"))
+            wait_until(partial(each.processes, f"SLURM_JOB_ID={job.job}"), 60, "its processes")
         assert "proctrack/pgid" in one.run("scontrol", "show", "config")
     assert not mentions(one.directory) + mentions(other.directory)
 
@@ -116,7 +124,8 @@ def test_cluster_with_accounting_remembers_jobs(slurm_works: None) -> None:
     with running_cluster(accounting=True) as cluster:
         job = cluster.run("sbatch", "--parsable", "-o/dev/null", "--wrap", "exit 3").strip()
         cluster.wait_state(job, "FAILED")
-        wait_until(lambda: "FAILED|3:0" in cluster.run("sacct", "-nPXj", job, "-oState,ExitCode"))
+        asked = ("sacct", "-nPXj", job, "-oState,ExitCode")
+        wait_until(lambda: "FAILED|3:0" in cluster.run(*asked), 120, "the record of its end")
 
 
 def test_cluster_ends_with_the_process_that_owns_it(slurm_works: None) -> None:
@@ -140,14 +149,7 @@ def test_cluster_ends_with_the_process_that_owns_it(slurm_works: None) -> None:
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.stdout.close()
-    wait_until(lambda: not directory.exists() and not mentions(directory))
-
-
-def wait_until(is_done: Callable[[], object], timeout_s: float = 20.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not is_done():
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until(lambda: not directory.exists() and not mentions(directory), 120, "its end")
 
 
 def mentions(directory: Path) -> list[str]:

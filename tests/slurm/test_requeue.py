@@ -37,10 +37,10 @@ def test_a_job_cancelled_just_before_it_requeues_itself_stays_cancelled(
         f"exec {sys.executable} {tmp_path}/program.py\n"
     )
     job = cluster.run("sbatch", "--parsable", script).strip()
-    wait_until((tmp_path / "life0").exists, 30, "the job to start")
+    wait_until((tmp_path / "life0").exists, 120, "the job to start")
     cluster.run("scancel", job)
     out = tmp_path / "out"
-    wait_until(lambda: "CANCELLED AT" in out.read_text(), 10, "SIGTERM")
+    wait_until(lambda: "CANCELLED AT" in out.read_text(), 120, "SIGTERM")
     (tmp_path / "go").touch()
     (row,) = cluster.wait_state(job, ("CANCELLED", "PENDING", "RUNNING"))
     assert row.state == "CANCELLED"

