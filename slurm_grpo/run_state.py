@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,33 +86,33 @@ def run_path(text: str) -> Path:
 
 def stand(run: RunDir) -> Standing:
     """How a run stands; `unknown` if that depends on a Slurm that does not answer."""
-    return stand_where_possible([run])[0]
+    return stand_all([run])[0]
 
 
-def stand_where_possible(runs: Sequence[RunDir]) -> list[Standing]:
-    """How each run stands; `unknown` where that depends on a Slurm that does not answer."""
-    try:
-        return stand_all(runs)
-    except SlurmUnavailable as error:
-        standings = [judge(run, []) for run in runs]
-        return [
-            dataclasses.replace(standing, word="unknown", detail=str(error))
-            if standing.word in ("died", "not started") and may_have_a_job(run)
-            else standing
-            for run, standing in zip(runs, standings, strict=True)
-        ]
-
-
-def may_have_a_job(run: RunDir) -> bool:
-    """Whether it was submitted, or by anybody may have been."""
-    return bool(submitted_jobs(run)) or (run.root.parent / ARRAY_SCRIPT).is_file()
-
-
-def stand_all(runs: Sequence[RunDir]) -> list[Standing]:
+def stand_all(runs: Sequence[RunDir], *, strict: bool = False) -> list[Standing]:
     """How each of many runs stands; asks Slurm a few times, not a few times each.
 
-    Raises SlurmUnavailable if a run was submitted or lies in a sweep, and Slurm does not answer.
+    `unknown` where that depends on a Slurm that does not answer; with `strict`, SlurmUnavailable is
+    raised then if a run was submitted or lies in a sweep.
     """
+    try:
+        return [judge(run, job) for run, job in zip(runs, _newest_jobs(runs), strict=True)]
+    except SlurmUnavailable as error:
+        if strict:
+            raise
+        why = str(error)
+        by_files = {run: judge(run, []) for run in runs}
+    return [
+        dataclasses.replace(standing, word="unknown", detail=why)
+        if standing.word in ("died", "not started")
+        and (submitted_jobs(run) or (run.root.parent / ARRAY_SCRIPT).is_file())
+        else standing
+        for run, standing in by_files.items()
+    ]
+
+
+def _newest_jobs(runs: Sequence[RunDir]) -> Iterator[Sequence[ComponentState]]:
+    """Of each run, what Slurm says of its newest job."""
     jobs = {run: submitted_jobs(run) for run in runs}
     known = job_states(list(dict.fromkeys(job for ids in jobs.values() for job in ids)))
     arrays = {
@@ -120,14 +120,12 @@ def stand_all(runs: Sequence[RunDir]) -> list[Standing]:
         for folder in {run.root.parent for run in runs}
         if (folder / ARRAY_SCRIPT).is_file()
     }
-    standings = []
     for run in runs:
         queued = [[c for c in known[job] if is_of(c, run)] for job in jobs[run]]
         if tasks := arrays.get(run.root.parent):
             number = element_number(run)
             queued += [[task] for task in tasks if task.task == number]
-        standings.append(judge(run, _newest(queued)))
-    return standings
+        yield _newest(queued)
 
 
 def is_of(component: ComponentState, run: RunDir) -> bool:

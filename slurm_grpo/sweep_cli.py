@@ -25,7 +25,6 @@ from slurm_grpo.run_state import (
     ARRAY_SCRIPT,
     stand,
     stand_all,
-    stand_where_possible,
     tally,
 )
 from slurm_grpo.slurm.script import array_script
@@ -167,7 +166,7 @@ def _write_script(folder: Path, script: str) -> None:
 def _unfinished(elements: Sequence[Element], *, strict: bool) -> list[Element]:
     """Elements to run; prints how many of each kind there are. With `strict`, Slurm must answer."""
     runs = [element.run for element in elements]
-    standings = stand_all(runs) if strict else stand_where_possible(runs)
+    standings = stand_all(runs, strict=strict)
     _say(f"{len(elements)} elements in {runs[0].root.parent}: {tally(standings)}")
     pairs = zip(elements, standings, strict=True)
     return [element for element, s in pairs if not s.is_alive and s.word != "done"]

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from slurm_grpo.display import StepFeed, clock, number, sparkline
 from slurm_grpo.errors import ExitCode
-from slurm_grpo.run_state import Standing, stand_where_possible, tally
+from slurm_grpo.run_state import Standing, stand_all, tally
 from slurm_grpo.sweep import Element, compress, find_sweep, short_names
 
 _SPARK_COLUMNS = 10
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     rows = find_sweep(arguments.sweep)
-    standings = stand_where_possible([row.run for row in rows])
+    standings = stand_all([row.run for row in rows])
     names = short_names([key for row in rows for key in row.changes])
     table = Table(box=None, pad_edge=False, header_style="dim")
     for header in ("#", *names.values()):

@@ -15,7 +15,7 @@ from rich.table import Table
 from slurm_grpo.config_values import nearest
 from slurm_grpo.display import clock, number
 from slurm_grpo.errors import ConfigError, ExitCode
-from slurm_grpo.run_state import Standing, stand_where_possible
+from slurm_grpo.run_state import Standing, stand_all
 from slurm_grpo.summary import build_summary
 from slurm_grpo.sweep import Element, find_sweep, short_names
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     rows = find_sweep(arguments.sweep)
-    standings = stand_where_possible([row.run for row in rows])
+    standings = stand_all([row.run for row in rows])
     table = [_cells(row, standing) for row, standing in zip(rows, standings, strict=True)]
     columns = list(dict.fromkeys(name for cells in table for name in cells))
     names = short_names([key for row in rows for key in row.changes])
