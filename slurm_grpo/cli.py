@@ -11,46 +11,30 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from slurm_grpo.command_line import exit_code_of
 from slurm_grpo.errors import ExitCode
 
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """Where a command lives, and its line in the list."""
-
-    module: str
-    help: str
-
-
 COMMANDS = {
-    "status": Command("slurm_grpo.commands.status", "state, step, reward and throughput of a run"),
-    "logs": Command("slurm_grpo.commands.logs", "print or follow a run's logs"),
-    "cancel": Command("slurm_grpo.commands.cancel", "end a run for good"),
-    "resume": Command("slurm_grpo.commands.resume", "continue a run from its last checkpoint"),
-    "doctor": Command("slurm_grpo.commands.doctor", "check what a run needs from a cluster"),
-    "sweep status": Command("slurm_grpo.commands.sweep_status", "state of every run of a sweep"),
-    "sweep table": Command("slurm_grpo.commands.sweep_table", "final metrics of a sweep, sorted"),
-    "report": Command("slurm_grpo.analysis.report", "one HTML page about a run"),
-    "rescore": Command("slurm_grpo.analysis.rescore", "score staged episodes again"),
-    "replay": Command("slurm_grpo.analysis.replay", "train on staged episodes without engines"),
-    "episodes summary": Command(
-        "slurm_grpo.analysis.summary_table", "episodes by version and task"
-    ),
-    "episodes show": Command(
-        "slurm_grpo.analysis.show", "read episodes, coloured by log-probability"
-    ),
-    "episodes diff": Command("slurm_grpo.analysis.diff", "where two runs differ"),
-    "episodes export": Command(
-        "slurm_grpo.analysis.export", "episodes as Parquet, CSV or JSON lines"
-    ),
-    "episodes schema": Command("slurm_grpo.analysis.schema", "the file format, as documentation"),
-    "episodes verify": Command("slurm_grpo.staging.verify", "check every shard and manifest"),
-    "episodes compact": Command("slurm_grpo.staging.compact", "merge small shards into large ones"),
+    "status": ("commands.status", "state, step, reward and throughput of a run"),
+    "logs": ("commands.logs", "print or follow a run's logs"),
+    "cancel": ("commands.cancel", "end a run for good"),
+    "resume": ("commands.resume", "continue a run from its last checkpoint"),
+    "doctor": ("commands.doctor", "check what a run needs from a cluster"),
+    "sweep status": ("commands.sweep_status", "state of every run of a sweep"),
+    "sweep table": ("commands.sweep_table", "final metrics of a sweep, sorted"),
+    "report": ("analysis.report", "one HTML page about a run"),
+    "rescore": ("analysis.rescore", "score staged episodes again"),
+    "replay": ("analysis.replay", "train on staged episodes without engines"),
+    "episodes summary": ("analysis.summary_table", "episodes by version and task"),
+    "episodes show": ("analysis.show", "read episodes, coloured by log-probability"),
+    "episodes diff": ("analysis.diff", "where two runs differ"),
+    "episodes export": ("analysis.export", "episodes as Parquet, CSV or JSON lines"),
+    "episodes schema": ("analysis.schema", "the file format, as documentation"),
+    "episodes verify": ("staging.verify", "check every shard and manifest"),
+    "episodes compact": ("staging.compact", "merge small shards into large ones"),
 }
-"""By the words that call them."""
+"""By the words that call them, the module in this package, and a line for the list."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,10 +47,10 @@ def _run(words: Sequence[str]) -> int:
     name = next((n for n in (" ".join(words[:2]), " ".join(words[:1])) if n in COMMANDS), None)
     if name is None:
         return _list(words)
-    command = COMMANDS[name]
-    parser = argparse.ArgumentParser(prog=f"slurm-grpo {name}", description=command.help)
+    module_name, what = COMMANDS[name]
+    parser = argparse.ArgumentParser(prog=f"slurm-grpo {name}", description=what)
     try:
-        module = importlib.import_module(command.module)
+        module = importlib.import_module(f"slurm_grpo.{module_name}")
         module.add_arguments(parser)
         arguments, options = parser.parse_known_args(words[len(name.split()) :])
         if "overrides" in arguments:
@@ -91,7 +75,7 @@ def _list(words: Sequence[str]) -> int:
     lines = [
         f"usage: slurm-grpo {family or 'COMMAND'} ...   (each command has its own --help)",
         "",
-        *(f"  {n:<{width}}  {c.help}" for n, c in shown.items()),
+        *(f"  {n:<{width}}  {what}" for n, (_, what) in shown.items()),
     ]
     is_asked = words in ([], [family]) or words[-1] in ("-h", "--help")
     if not is_asked:
