@@ -6,82 +6,67 @@ Each rank condenses its own groups; rank 0 combines what all ranks gathered. Nam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from slurm_grpo.types import Group
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpisodeStats:
-    """One value per episode of a rank's groups, small enough to gather."""
-
-    rewards: list[float] = field(default_factory=list)  # of episodes that scored
-    parts: dict[str, list[float]] = field(default_factory=dict)
-    lengths: list[int] = field(default_factory=list)  # completion tokens
-    truncated: list[bool] = field(default_factory=list)
-    staleness: list[int] = field(default_factory=list)
-    group_spread: list[float] = field(default_factory=list)  # per group: max - min reward
-    n_errors: int = 0
-    t_submit: float = float("inf")
-    t_finish: float = float("-inf")
+EpisodeStats: TypeAlias = Mapping[str, list[float]]
+"""Values of a rank's episodes by name, small enough to gather: `length` (completion tokens),
+`truncated`, `submitted` and `finished` (Unix seconds) of all; `staleness` of those with a token;
+`reward` and `reward/<part>` of those that scored; and `spread` (max - min reward) of groups with
+any such."""
 
 
 def condense(groups: Sequence[Group], step: int) -> EpisodeStats:
     """This rank's share of the step's statistics."""
-    episodes = [episode for group in groups for episode in group]
-    scored = [e for e in episodes if e.error is None and e.reward is not None]
-    parts: dict[str, list[float]] = {}
-    for episode in scored:
-        for name, value in episode.reward_parts.items():
-            parts.setdefault(name, []).append(value)
-    spreads = [
-        max(rewards) - min(rewards)
-        for group in groups
-        if (rewards := [e.reward for e in group if e.error is None and e.reward is not None])
-    ]
-    return EpisodeStats(
-        rewards=[e.reward for e in scored if e.reward is not None],
-        parts=parts,
-        lengths=[len(e.completion.token_ids) for e in episodes],
-        truncated=[e.completion.finish_reason == "length" for e in episodes],
-        staleness=[step - 1 - e.oldest_version for e in episodes if len(e.completion.token_ids)],
-        group_spread=spreads,
-        n_errors=len(episodes) - len(scored),
-        t_submit=min((e.completion.t_submit for e in episodes), default=float("inf")),
-        t_finish=max((e.completion.t_finish for e in episodes), default=float("-inf")),
-    )
+    stats: defaultdict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for episode in group:
+            completion = episode.completion
+            stats["length"].append(len(completion.token_ids))
+            stats["truncated"].append(completion.finish_reason == "length")
+            stats["submitted"].append(completion.t_submit)
+            stats["finished"].append(completion.t_finish)
+            if len(completion.token_ids):
+                stats["staleness"].append(step - 1 - episode.oldest_version)
+        scored = [e for e in group if e.error is None and e.reward is not None]
+        rewards = [e.reward for e in scored if e.reward is not None]
+        stats["reward"] += rewards
+        if rewards:
+            stats["spread"].append(max(rewards) - min(rewards))
+        for episode in scored:
+            for name, value in episode.reward_parts.items():
+                stats[f"reward/{name}"].append(value)
+    return dict(stats)
 
 
 def combine(stats: Sequence[EpisodeStats]) -> dict[str, float]:
     """The step's metrics over all ranks. A metric without a value is left out, never 0."""
-    rewards = np.array([r for s in stats for r in s.rewards])
-    lengths = np.array([n for s in stats for n in s.lengths])
-    staleness = np.array([n for s in stats for n in s.staleness])
-    spreads = np.array([x for s in stats for x in s.group_spread])
-    seconds = max(s.t_finish for s in stats) - min(s.t_submit for s in stats)
+    names = dict.fromkeys(name for s in stats for name in s)
+    of = {name: np.array([x for s in stats for x in s.get(name, [])], float) for name in names}
+    n, seconds = len(of["length"]), of["finished"].max() - of["submitted"].min()
     metrics: dict[str, float] = {
-        "completion/length_mean": float(lengths.mean()),
-        "completion/length_max": float(lengths.max()),
-        "completion/truncation_rate": float(np.mean([t for s in stats for t in s.truncated])),
-        "generator/tokens_per_s": float(lengths.sum() / max(seconds, 1e-9)),
-        "generator/generate_s": float(seconds),
-        "episodes/n": float(len(lengths)),
-        "episodes/n_errors": float(sum(s.n_errors for s in stats)),
+        "completion/length_mean": of["length"].mean(),
+        "completion/length_max": of["length"].max(),
+        "completion/truncation_rate": of["truncated"].mean(),
+        "generator/tokens_per_s": of["length"].sum() / max(seconds, 1e-9),
+        "generator/generate_s": seconds,
+        "episodes/n": n,
+        "episodes/n_errors": n - len(of["reward"]),
     }
-    if len(staleness):
-        metrics["staleness/min"] = float(staleness.min())
-        metrics["staleness/mean"] = float(staleness.mean())
-        metrics["staleness/max"] = float(staleness.max())
-    if len(rewards):
-        metrics["reward/mean"] = float(rewards.mean())
-        metrics["reward/std"] = float(rewards.std())
-        metrics["groups/zero_spread_fraction"] = float((spreads == 0).mean())
-    for name in sorted({name for s in stats for name in s.parts}):
-        values = [v for s in stats for v in s.parts.get(name, [])]
-        metrics[f"reward/{name}"] = float(np.mean(values))
-        if name == "correct":
-            metrics["accuracy/train"] = float(np.mean(np.array(values) == 1.0))
-    return metrics
+    if "staleness" in of:
+        metrics["staleness/min"] = of["staleness"].min()
+        metrics["staleness/mean"] = of["staleness"].mean()
+        metrics["staleness/max"] = of["staleness"].max()
+    if len(of["reward"]):
+        metrics["reward/mean"] = of["reward"].mean()
+        metrics["reward/std"] = of["reward"].std()
+        metrics["groups/zero_spread_fraction"] = (of["spread"] == 0).mean()
+    metrics |= {name: of[name].mean() for name in sorted(of) if name.startswith("reward/")}
+    if "reward/correct" in of:
+        metrics["accuracy/train"] = (of["reward/correct"] == 1.0).mean()
+    return {name: float(value) for name, value in metrics.items()}
