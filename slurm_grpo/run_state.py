@@ -153,11 +153,8 @@ def element_number(run: RunDir) -> int | None:
 
 def submitted_jobs(run: RunDir) -> list[str]:
     """Slurm's ids of the run's jobs, as far as the run knows, oldest first."""
-    folders = [p for p in (run.root / "jobs").glob("*") if not p.is_symlink()]
-    ids = []
-    for folder in sorted(folders, key=lambda p: int(p.name) if p.name.isdigit() else -1):
-        path = folder / "job_id"
-        ids += [path.read_text().strip()] if path.is_file() else []
+    paths = (folder / "job_id" for folder in run.job_dirs())
+    ids = [path.read_text().strip() for path in paths if path.is_file()]
     records = [read_json(record_path(run.attempt(n))) for n in run.attempt_numbers()[-1:]]
     ids += [str(record["job_id"]) for record in records if record.get("job_id")]
     return list(dict.fromkeys(filter(None, ids)))

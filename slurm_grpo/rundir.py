@@ -79,6 +79,11 @@ class RunDir:
             return []
         return sorted(int(p.name) for p in self.attempts.iterdir() if re.fullmatch(r"\d+", p.name))
 
+    def job_dirs(self) -> list[Path]:
+        """Submissions so far, by number; not the links that are named after job ids."""
+        found = [p for p in self.jobs.glob("*") if p.name.isdigit() and not p.is_symlink()]
+        return sorted(found, key=lambda p: int(p.name))
+
     def create(self) -> None:
         """Make the fixed sub-directories; harmless when they exist."""
         for path in (self.attempts, self.episodes, self.manifests, self.checkpoints, self.metrics):

@@ -218,7 +218,7 @@ def _read_log(run: RunDir, attempt: int | None) -> tuple[list[str], int]:
 
 def _slurm_out(run: RunDir) -> str | None:
     """Output of the newest job, which has what went wrong before the supervisor had a log."""
-    paths = [p for p in (run.root / "jobs").glob("*/slurm.out") if not p.parent.is_symlink()]
+    paths = [p for folder in run.job_dirs() if (p := folder / "slurm.out").is_file()]
     if (number := element_number(run)) is not None:
         paths += (run.root.parent / "logs").glob(f"*_{number}.out")
     return str(max(paths, key=lambda p: p.stat().st_mtime)) if paths else None

@@ -144,15 +144,8 @@ def _exit_code(run: RunDir, job_id: str) -> int:
     return (int(record.get("exit_code", 0)) if mine else 0) or ExitCode.FAILURE
 
 
-def _taken_numbers(run: RunDir) -> list[int]:
-    if not run.jobs.is_dir():
-        return []
-    folders = [p for p in run.jobs.iterdir() if p.name.isdigit() and not p.is_symlink()]
-    return sorted(int(p.name) for p in folders)
-
-
 def _next_number(run: RunDir) -> int:
-    number = max(_taken_numbers(run), default=-1) + 1
+    number = max((int(p.name) for p in run.job_dirs()), default=-1) + 1
     while (run.jobs / str(number)).is_symlink():  # a job's id
         number += 1
     return number
@@ -183,7 +176,7 @@ def _new_job_dir(run: RunDir) -> Iterator[Path]:
 
 
 def _refuse_others(run: RunDir, number: int) -> None:
-    earlier = [run.jobs / str(n) for n in _taken_numbers(run) if n < number]
+    earlier = [p for p in run.job_dirs() if int(p.name) < number]
     for path in earlier:
         if not (path / "job_id").exists() and time.time() - path.stat().st_mtime < _SUBMITTING_S:
             raise _being_submitted(run)
