@@ -78,9 +78,9 @@ def _run(argv: Sequence[str], start: Supervise | None) -> int:
         return _submit(run, cfg, arguments)
     _make(run, cfg, replace=arguments.resume is not None)
     # Imported here: a configuration error should not wait for it.
-    from slurm_grpo.supervisor import run_supervisor
+    from slurm_grpo.supervisor import supervise
 
-    return (start or run_supervisor)(run, cfg)
+    return start(run, cfg) if start is not None else supervise(run, cfg).exit_code
 
 
 def _asked_for(arguments: argparse.Namespace) -> tuple[RunDir, Config]:

@@ -52,47 +52,27 @@ _ROLE_MODULES = {"engine": "slurm_grpo.generator.role", "trainer": "slurm_grpo.t
 _REPLAY_MODULES = {"trainer": "slurm_grpo.trainer.replay"}
 
 
-def run_supervisor(
-    run: RunDir,
-    cfg: Config,
-    *,
-    console: Console | None = None,
-    role_modules: dict[str, str] | None = None,
-) -> int:
-    """Run the next attempt of `run` on this machine and return the exit code (128 + signal when
-    interrupted).
-
-    Call from the main thread. Raises ConfigError when another live supervisor has the run
-    directory. `role_modules` replaces the modules behind `engine` and `trainer`.
-    """
-    return supervise(
-        run, cfg, LocalLauncher(), console=console, role_modules=role_modules
-    ).exit_code
-
-
 def supervise(
     run: RunDir,
     cfg: Config,
-    launcher: StepLauncher,
+    launcher: StepLauncher | None = None,
     *,
     console: Console | None = None,
     role_modules: dict[str, str] | None = None,
 ) -> Outcome:
-    """Run the next attempt of `run` with steps from `launcher`, and say how it ended; like
-    `run_supervisor`."""
+    """Run the next attempt of `run` with steps from `launcher`, by default on this machine, and say
+    how it ended.
+
+    Call from the main thread. Raises ConfigError when another live supervisor has the run
+    directory. `role_modules` replaces the modules behind `engine` and `trainer`.
+    """
+    launcher = launcher or LocalLauncher()
     run.create()
     lock = RunLock(run, launcher.facts.get("job_id"))
     lock.acquire()
     try:
-        supervisor = Supervisor(
-            run,
-            cfg,
-            lock,
-            console=console or Console(),
-            launcher=launcher,
-            role_modules=role_modules or role_modules_of(cfg),
-        )
-        return supervisor.run_attempt()
+        modules = role_modules or role_modules_of(cfg)
+        return Supervisor(run, cfg, lock, console or Console(), launcher, modules).run_attempt()
     finally:
         lock.release()
 
@@ -110,7 +90,6 @@ class Supervisor:
         run: RunDir,
         cfg: Config,
         lock: RunLock,
-        *,
         console: Console,
         launcher: StepLauncher,
         role_modules: dict[str, str],

@@ -172,11 +172,12 @@ def play(context: RoleContext) -> None:
 
 
 def supervise(root: Path) -> int:
-    from slurm_grpo.supervisor import run_supervisor
+    from slurm_grpo import supervisor
 
     run = RunDir(root)
     cfg: Config = read_frozen(run.config)
-    return run_supervisor(run, cfg, role_modules={"engine": "fakes", "trainer": "fakes"})
+    modules = {"engine": "fakes", "trainer": "fakes"}
+    return supervisor.supervise(run, cfg, role_modules=modules).exit_code
 
 
 if __name__ == "__main__":

@@ -81,9 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"ignored, the episodes are as they are: {key}")
     say(f"replaying {n_steps} steps of {source.root} in {target.root}")
 
-    from slurm_grpo.supervisor import run_supervisor  # errors above need not wait for its imports
+    from slurm_grpo.supervisor import supervise  # errors above need not wait for its imports
 
-    code = run_supervisor(target, cfg)
+    code = supervise(target, cfg).exit_code
     say(compare_losses(source, target))
     return code
 
