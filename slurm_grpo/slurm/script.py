@@ -10,10 +10,10 @@ from __future__ import annotations
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from slurm_grpo.config import Config, NodesConfig
+from slurm_grpo.config import Config, NodesConfig, SiteConfig
 from slurm_grpo.slurm.placement import place
 
 Flags = dict[str, str | None]
@@ -100,6 +100,23 @@ def cpus_per_node(cfg: Config) -> list[int]:
     ]
 
 
+def gpu_flags(nodes: NodesConfig, site: SiteConfig) -> Flags:
+    """What asks for all GPUs of a group's nodes."""
+    if not nodes.gpus_per_node or site.gpu_flag == "none":
+        return {}
+    count = f"{site.gpu_type}:{nodes.gpus_per_node}" if site.gpu_type else nodes.gpus_per_node
+    return {site.gpu_flag: f"gpu:{count}" if site.gpu_flag == "gres" else str(count)}
+
+
+def adjusted(flags: Flags, removed: Collection[str], added: Iterable[str]) -> Flags:
+    """`flags` without those that are `removed` by name, and with others added or in their place."""
+    kept = {name: value for name, value in flags.items() if name not in removed}
+    for flag in added:
+        _, equals, value = flag.partition("=")
+        kept[flag_name(flag)] = value if equals else None
+    return kept
+
+
 def flag_name(flag: str) -> str:
     """`mem` for `--mem=4G`."""
     return flag.removeprefix("--").partition("=")[0]
@@ -120,7 +137,8 @@ def _script(
             lines += ["#SBATCH hetjob"]
         lines += [f"# {key}"]
         flags = (job if component == 0 else {}) | _node_flags(cfg, nodes, cpus[component])
-        lines += [_line(name, value) for name, value in _adjusted(flags, cfg, nodes).items()]
+        flags = adjusted(flags, cfg.site.remove_flags, (*cfg.site.flags, *nodes.flags))
+        lines += [_line(name, value) for name, value in flags.items()]
     path = shlex.quote(str(code_dir))
     lines += ["", *cfg.site.setup]
     lines += [f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}", *lines_before]
@@ -145,24 +163,12 @@ def _node_flags(cfg: Config, nodes: NodesConfig, cpus: int) -> Flags:
         flags["mem"] = f"{nodes.mem_gib}G"
     elif nodes.mem_gib is not None and site.mem_flag == "mem-per-cpu":
         flags["mem-per-cpu"] = f"{nodes.mem_gib * 1024 // cpus}M"
-    if nodes.gpus_per_node and site.gpu_flag != "none":
-        count = f"{site.gpu_type}:{nodes.gpus_per_node}" if site.gpu_type else nodes.gpus_per_node
-        flags[site.gpu_flag] = f"gpu:{count}" if site.gpu_flag == "gres" else str(count)
+    flags |= gpu_flags(nodes, site)
     flags = {name: value for name, value in flags.items() if value is not None}
     if nodes.exclusive:
         flags["exclusive"] = None
     flags["requeue"] = None
     return flags
-
-
-def _adjusted(flags: Mapping[str, str | None], cfg: Config, nodes: NodesConfig) -> Flags:
-    """`flags` less what the site refuses, and with the site's and then the group's own flags added
-    or in their place."""
-    kept = {name: v for name, v in flags.items() if name not in cfg.site.remove_flags}
-    for flag in (*cfg.site.flags, *nodes.flags):
-        _, equals, value = flag.partition("=")
-        kept[flag_name(flag)] = value if equals else None
-    return kept
 
 
 def _line(name: str, value: str | None) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurm_grpo.config import Config, NodesConfig, SiteConfig
+from slurm_grpo.config import Config
 from slurm_grpo.control.address import address_of, host_address
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.outcome import Ending
@@ -30,7 +30,7 @@ from slurm_grpo.slurm.environment import clean_environment
 from slurm_grpo.slurm.placement import Seat, place
 from slurm_grpo.slurm.queue import expand_indices
 from slurm_grpo.slurm.requeue import end_leftover_steps, why_told_to_end
-from slurm_grpo.slurm.script import flag_name, node_groups
+from slurm_grpo.slurm.script import Flags, adjusted, gpu_flags, node_groups
 from slurm_grpo.slurm.steps import LocalStep, Step, StepLauncher, StepSpec, start_local
 from slurm_grpo.versions import PACKAGE_ROOT
 
@@ -291,7 +291,7 @@ def srun_command(
     component, site = seats[0].component, cfg.site
     nodes = list(node_groups(cfg).values())[component]
     hosts = [seat.host for seat in seats]
-    flags: dict[str, str | None] = {
+    flags: Flags = {
         "job-name": name,
         "nodes": str(len(set(hosts))),
         "ntasks": str(len(seats)),
@@ -312,11 +312,10 @@ def srun_command(
         del flags["mem"]
     if site.cpu_bind is not None:
         flags["cpu-bind"] = site.cpu_bind
-    flags |= _gpu_flags(nodes, site) | _container_flags(cfg, tasks)
-    flags = {name: value for name, value in flags.items() if name not in site.remove_flags}
-    for flag in site.srun_flags:
-        _, equals, value = flag.partition("=")
-        flags[flag_name(flag)] = value if equals else None
+    # Of each node's GPUs a task uses those that its seat names. No --gpu-bind, whose `none` makes
+    # Slurm set no CUDA_VISIBLE_DEVICES.
+    flags |= gpu_flags(nodes, site) | _container_flags(cfg, tasks)
+    flags = adjusted(flags, site.remove_flags, site.srun_flags)
     words = [f"--{n}" if value is None else f"--{n}={value}" for n, value in flags.items()]
     prefix = site.container_prefix if site.container == "prefix" else ()
     if site.container != "none":  # whose image may have a PYTHONPATH, or know nothing of ours
@@ -335,18 +334,7 @@ def _cpus_per_task(allocation: Allocation, component: int, hosts: Sequence[str])
     )
 
 
-def _gpu_flags(nodes: NodesConfig, site: SiteConfig) -> dict[str, str | None]:
-    """All the job's GPUs of each node; which of them a task uses, its seat says.
-
-    Without --gpu-bind, whose `none` makes Slurm set no CUDA_VISIBLE_DEVICES.
-    """
-    if not nodes.gpus_per_node or site.gpu_flag == "none":
-        return {}
-    count = f"{site.gpu_type}:{nodes.gpus_per_node}" if site.gpu_type else nodes.gpus_per_node
-    return {site.gpu_flag: f"gpu:{count}" if site.gpu_flag == "gres" else str(count)}
-
-
-def _container_flags(cfg: Config, tasks: Path) -> dict[str, str | None]:
+def _container_flags(cfg: Config, tasks: Path) -> Flags:
     site = cfg.site
     if site.container != "pyxis" or site.container_image is None:
         return {}
