@@ -7,7 +7,7 @@ the attempt has ended.
 from __future__ import annotations
 
 import argparse
-import signal
+import shutil
 import sys
 import time
 from collections import deque
@@ -20,7 +20,6 @@ from slurm_grpo.rundir import RunDir
 _POLL_S = 0.5
 _LOOK_S = 2.0
 _ASK_SLURM_S = 30.0
-_BLOCK = 1 << 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,10 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{', '.join(map(str, numbers)) or 'none yet'}."
         )
     if arguments.follow:
-        try:
-            _follow(directory, process, arguments.attempt, arguments.lines)
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
+        _follow(directory, process, arguments.attempt, arguments.lines)
         return ExitCode.OK
     if not numbers:
         state = stand(directory)
@@ -135,11 +131,9 @@ def _copy(path: Path, offset: int) -> int:
     """Write a file from `offset` on to stdout; where it ended."""
     with path.open("rb") as file:
         file.seek(offset)
-        while block := file.read(_BLOCK):
-            sys.stdout.buffer.write(block)
-            offset += len(block)
-    sys.stdout.buffer.flush()
-    return offset
+        shutil.copyfileobj(file, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+        return file.tell()
 
 
 def _say(text: str) -> None:
