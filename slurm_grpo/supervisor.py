@@ -32,9 +32,8 @@ from slurm_grpo.errors import ConfigError, ExitCode, LockLost, SlurmGrpoError
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.outcome import FATAL_CODES, Ending, Outcome, describe, failure, first_to_blame
 from slurm_grpo.rundir import RunDir
-from slurm_grpo.slurm.environment import role_environment
 from slurm_grpo.slurm.signals import BoundaryWatch, SignalInbox
-from slurm_grpo.slurm.steps import LocalLauncher, Step, StepLauncher, StepSpec
+from slurm_grpo.slurm.steps import LocalLauncher, Step, StepLauncher, StepSpec, role_spec
 from slurm_grpo.summary import write_summary
 from slurm_grpo.versions import role_versions
 
@@ -206,19 +205,13 @@ class Supervisor:
                 scheduler.engine_starting(index, incarnation, time.monotonic())
             else:
                 scheduler.trainer_starting(index, time.monotonic())
-        return StepSpec(
+        return role_spec(
+            self._run,
+            self._cfg,
+            attempt=self._number,
             peer=peer,
-            argv=(self._python, "-m", self._role_modules[role]),
-            env=role_environment(
-                os.environ,
-                self._cfg,
-                self._run,
-                attempt=self._number,
-                peer=peer,
-                incarnation=incarnation,
-            ),
-            log=self._attempt.log(peer),
-            exit_file=self._attempt.exit_code(peer),
+            incarnation=incarnation,
+            module=self._role_modules[role],
         )
 
     # Watching

@@ -25,11 +25,10 @@ from slurm_grpo.control.messages import LEADER, engine_name
 from slurm_grpo.errors import SlurmGrpoError, StorageError
 from slurm_grpo.fsio import link_durably, read_whole, write_durably
 from slurm_grpo.model_support import check_model_dir
-from slurm_grpo.rundir import AttemptDir, RunDir
+from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.allocation import read_allocation
-from slurm_grpo.slurm.environment import role_environment
 from slurm_grpo.slurm.srun_steps import SrunLauncher
-from slurm_grpo.slurm.steps import Step, StepSpec
+from slurm_grpo.slurm.steps import Step, role_spec
 from slurm_grpo.versions import installed_versions
 
 MODULE = "slurm_grpo.slurm.doctor_probe"
@@ -70,7 +69,8 @@ def lead(root: Path) -> int:
     launcher.prepare(attempt)
     steps: dict[str, Step] = {}
     for peer in PEERS:
-        steps |= launcher.start([_spec(run, cfg, attempt, peer)])
+        spec = role_spec(run, cfg, attempt=0, peer=peer, incarnation=0, module=MODULE)
+        steps |= launcher.start([spec])
     deadline = time.monotonic() + TASKS_S
     while (alive := [s for s in steps.values() if s.poll() is None]) and (
         time.monotonic() < deadline
@@ -83,17 +83,6 @@ def lead(root: Path) -> int:
     logs = {peer: str(step.log) for peer, step in steps.items()}
     write_durably(root / DONE, json.dumps({"codes": codes, "logs": logs}).encode())
     return 0
-
-
-def _spec(run: RunDir, cfg: Config, attempt: AttemptDir, peer: str) -> StepSpec:
-    env = role_environment(os.environ, cfg, run, attempt=0, peer=peer, incarnation=0)
-    return StepSpec(
-        peer=peer,
-        argv=(cfg.cluster.python or sys.executable, "-m", MODULE),
-        env=env,
-        log=attempt.log(peer),
-        exit_file=attempt.exit_code(peer),
-    )
 
 
 class Probe:

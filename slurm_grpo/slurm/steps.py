@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slurm_grpo import proctree
+from slurm_grpo.config import Config
 from slurm_grpo.outcome import Ending
-from slurm_grpo.rundir import AttemptDir
+from slurm_grpo.rundir import AttemptDir, RunDir
+from slurm_grpo.slurm.environment import role_environment
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,22 @@ class StepSpec:
     exit_file: Path
     """Receives the exit code as a decimal number; minus the signal number if a signal ended the
     process."""
+
+
+def role_spec(
+    run: RunDir, cfg: Config, *, attempt: int, peer: str, incarnation: int, module: str
+) -> StepSpec:
+    """The process `peer` of an attempt, which runs `module`."""
+    folder = run.attempt(attempt)
+    return StepSpec(
+        peer=peer,
+        argv=(cfg.cluster.python or sys.executable, "-m", module),
+        env=role_environment(
+            os.environ, cfg, run, attempt=attempt, peer=peer, incarnation=incarnation
+        ),
+        log=folder.log(peer),
+        exit_file=folder.exit_code(peer),
+    )
 
 
 class Step(Protocol):
