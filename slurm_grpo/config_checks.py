@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from slurm_grpo import model_support
 from slurm_grpo.config import Config
@@ -27,10 +27,10 @@ def check(cfg: Config, *, skip: Collection[str] = ()) -> list[tuple[tuple[str, .
     Leaves out rules that involve a key in `skip` (those are known to be wrong).
     """
     ranges = {
-        key: f"{get(cfg, key)} given; expected {rule.expected}."
+        key: f"{attrgetter(key)(cfg)} given; expected {rule.expected}."
         for key, hint in option_types(Config, include_extras=True).items()
         for rule in getattr(hint, "__metadata__", ())
-        if not rule.holds(get(cfg, key))
+        if not rule.holds(attrgetter(key)(cfg))
     }
     findings: list[tuple[tuple[str, ...], str]] = [
         ((key,), text) for key, text in ranges.items() if key not in skip
@@ -48,14 +48,6 @@ def check(cfg: Config, *, skip: Collection[str] = ()) -> list[tuple[tuple[str, .
     ):
         findings += [(keys, text) for keys, text in rules(cfg) if not set(keys) & {*ranges, *skip}]
     return findings
-
-
-def get(cfg: Config, key: str) -> Any:
-    """The value under a dotted key."""
-    value: Any = cfg
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _run(cfg: Config) -> Found:
@@ -154,11 +146,11 @@ def _unused(cfg: Config) -> Found:
         ("task.path", "task.name", "jsonl", task.name == "jsonl"),
         ("task.eval_path", "task.name", "jsonl", task.name == "jsonl"),
     ):
-        if get(cfg, key) is not None and not is_wanted:
+        if attrgetter(key)(cfg) is not None and not is_wanted:
             yield (
                 (key, partner),
-                f"has no effect with {partner} = {get(cfg, partner)}. Set the name to {wanted}, or "
-                "leave it out.",
+                f"has no effect with {partner} = {attrgetter(partner)(cfg)}. Set the name to "
+                f"{wanted}, or leave it out.",
             )
     keep, keep_steps = cfg.staging.keep, cfg.staging.keep_steps
     if (keep == "recent") != (keep_steps is not None):

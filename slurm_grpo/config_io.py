@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +235,7 @@ def _resolve_paths(
         directory = _module_dir(cfg.task.scorer.name, [file.absolute().parent, here, *extra])
         cfg = with_values(cfg, {"task.scorer.module_dir": directory})
     for key in (*DATA_PATHS, *_OTHER_PATHS):
-        value = config_checks.get(cfg, key)
+        value = attrgetter(key)(cfg)
         if not value or (key == "cluster.python" and "/" not in value):
             continue
         base = file.absolute().parent if key in DATA_PATHS and key not in flags else here

@@ -13,10 +13,11 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_origin
 
-from slurm_grpo import config_checks, config_io
+from slurm_grpo import config_io
 from slurm_grpo.config import Config
 from slurm_grpo.config_values import convert, option_types
 from slurm_grpo.errors import ConfigError
@@ -115,7 +116,7 @@ def _differences(run: RunDir, config: Config) -> list[str]:
     frozen = config_io.read_frozen(run.config)
     found = []
     for key in option_types(Config):
-        was, now = config_checks.get(frozen, key), config_checks.get(config, key)
+        was, now = attrgetter(key)(frozen), attrgetter(key)(config)
         if was != now and not (key == "run.steps" and was > now):
             found.append(
                 f"{key}: {now} now, but {was} when the sweep was made. Put it back (or pass the "

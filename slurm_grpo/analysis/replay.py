@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from datetime import datetime
+from operator import attrgetter
 from pathlib import Path
 
 from slurm_grpo import config_io
 from slurm_grpo.analysis.terminal import add_run, say
 from slurm_grpo.config import Config
-from slurm_grpo.config_checks import get
 from slurm_grpo.config_values import option_types
 from slurm_grpo.errors import ConfigError, ShardError
 from slurm_grpo.fsio import storage_errors
@@ -97,18 +97,18 @@ def replay_config(
     """
     own = config_io.read_frozen(source.config)
     wanted = config_io.load_config(new or source.config, overrides, base=own, check=False)
-    changed = [k for k in option_types(Config) if get(wanted, k) != get(own, k)]
+    changed = [k for k in option_types(Config) if attrgetter(k)(wanted) != attrgetter(k)(own)]
     if wrong := [key for key in changed if key in _FIXED]:
         key = wrong[0]
         raise ConfigError(
-            f"{key}: {get(wanted, key)} given, but {source.root} recorded its steps with "
-            f"{get(own, key)}, and a replay takes the same steps. Leave it out."
+            f"{key}: {attrgetter(key)(wanted)} given, but {source.root} recorded its steps with "
+            f"{attrgetter(key)(own)}, and a replay takes the same steps. Leave it out."
         )
     ignored = [key for key in changed if key.startswith(_IGNORED)]
     values = {
         "run.name": f"{source.root.name}-replay-{datetime.now():%Y%m%d-%H%M%S}",
         "run.runs_dir": str(source.root.parent),
-        **{key: get(wanted, key) for key in changed if key not in ignored},
+        **{key: attrgetter(key)(wanted) for key in changed if key not in ignored},
         "run.replay_of": str(source.root),
         "generator.n_engines": 0,
         "evaluation.n_prompts": 0,

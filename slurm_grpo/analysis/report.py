@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
+from operator import attrgetter
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -27,7 +28,6 @@ from slurm_grpo.analysis.terminal import add_run, say
 from slurm_grpo.attempt import record_path
 from slurm_grpo.checkpoint_dirs import read_resumed_from
 from slurm_grpo.config import Config
-from slurm_grpo.config_checks import get
 from slurm_grpo.config_values import option_types
 from slurm_grpo.display import clock, duration
 from slurm_grpo.errors import ExitCode
@@ -303,7 +303,7 @@ def _configuration(facts: Facts) -> str:
     changed: list[list[str]] = []
     others: list[list[str]] = []
     for key, value in config.items():
-        usual = get(defaults, key) if key in known else None
+        usual = attrgetter(key)(defaults) if key in known else None
         usual = list(usual) if isinstance(usual, tuple) else usual
         (others if value == usual else changed).append(
             [key, *("-" if v is None else str(v) for v in (value, usual))]
