@@ -46,7 +46,7 @@ def test_a_local_run_is_seen_at_work_and_cancelled(
         start_new_session=True,
     )
     try:
-        wait_until(lambda: status(run, capsys)["engine_restarts"] == 1, 60, "an engine's restart")
+        wait_until(lambda: status(run, capsys)["engine_restarts"] == 1, 120, "an engine's restart")
         report = status(run, capsys)
         assert report["state"] == "running"
         assert report["job"] is None
@@ -54,7 +54,7 @@ def test_a_local_run_is_seen_at_work_and_cancelled(
         assert live_supervisor_here(run) == supervisor.pid
         assert main(["cancel", str(run.root)]) == ExitCode.OK
         assert capsys.readouterr().out == f"{run.root}: cancelled.\n"
-        assert supervisor.wait(0.5) == 128 + 15
+        assert supervisor.wait(60) == 128 + 15
         assert stand(run).word == "interrupted"
     finally:
         supervisor.kill()

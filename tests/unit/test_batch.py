@@ -47,5 +47,6 @@ def test_a_teardown_that_hangs_or_fails_keeps_no_job_from_coming_back(
     monkeypatch.setattr(batch, "_TEARDOWN_S", 0.1)
     batch.tear_down(Config(site=SiteConfig(teardown=("exec sleep 60",))))
     assert "timed out" in capsys.readouterr().out
+    monkeypatch.undo()
     batch.tear_down(Config(site=SiteConfig(teardown=("exit 3",))))
     assert "non-zero exit status 3" in capsys.readouterr().out

@@ -98,13 +98,14 @@ def test_status_shows_progress_on_80_columns(
 def test_status_as_json_has_the_same_for_programs(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    before = time.time()
     assert main(["status", str(run.root), "--json"]) == ExitCode.OK
     report = json.loads(capsys.readouterr().out)
     wanted = {"state": "running", "attempt": 1, "n_attempts": 2, "step": 12, "steps": 40}
     assert wanted.items() <= report.items()
     assert report["job"] is None
     assert report["remaining_s"] == pytest.approx(56.0)
-    assert report["ends_unix"] == pytest.approx(time.time() + 56, abs=5)
+    assert before + 55 < report["ends_unix"] < time.time() + 57
 
 
 def test_status_of_a_run_before_its_first_step_has_no_numbers(
@@ -183,7 +184,7 @@ def test_logs_follows_into_the_next_attempt_and_ends_with_the_run(run: RunDir) -
             cwd=ROOT,
         )
     try:
-        wait_until(shown.read_bytes, 20, "the first lines")
+        wait_until(shown.read_bytes, 120, "the first lines")
         with run.attempt(1).log("supervisor").open("a") as log:
             log.write("more of attempt 1\n")
         folder = run.attempt(2)
@@ -191,9 +192,9 @@ def test_logs_follows_into_the_next_attempt_and_ends_with_the_run(run: RunDir) -
         end(run, 1, "stopped")
         AttemptRecord(folder).renew(peak_pss_bytes=0)
         folder.log("supervisor").write_text("whole of attempt 2\n")
-        wait_until(lambda: b"whole of" in shown.read_bytes(), 20, "the next attempt")
+        wait_until(lambda: b"whole of" in shown.read_bytes(), 120, "the next attempt")
         end(run, 2, "done")
-        assert follower.wait(20) == ExitCode.OK
+        assert follower.wait(120) == ExitCode.OK
     finally:
         follower.kill()
         follower.wait()

@@ -226,7 +226,8 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
 
 @settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=50,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     name=TEXTS,

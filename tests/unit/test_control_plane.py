@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import stat
 import threading
@@ -140,15 +141,14 @@ def test_a_wait_ends_with_a_text_that_names_what_and_whom(plane: Plane) -> None:
     engine.send("ready", probe=[])
     engine.flush(TIMEOUT_S)
     trainer.send("open_door", version=0, store="t:1")
+    trainer.flush(TIMEOUT_S)
     with pytest.raises(DeadlineExceeded) as error:
         trainer.wait_for(lambda view: view["door"]["go"], 0.3, "all engines at the door")
     text = str(error.value)
-    assert text.startswith(
+    assert re.sub(r"heartbeat [\d.]+ s", "heartbeat T s", text) == (
         "trainer-0: waited 0.3 s for all engines at the door. Not at the door: engine-0. "
-        f"engine-0 is ready on {socket.gethostname()}, version None, owes 0 groups, heartbeat 0."
-    )
-    assert text.endswith(
-        f" s ago, log {plane.attempt.log('engine-0')}. Start with {plane.attempt.log('supervisor')}"
+        f"engine-0 is ready on {socket.gethostname()}, version None, owes 0 groups, heartbeat T s "
+        f"ago, log {plane.attempt.log('engine-0')}. Start with {plane.attempt.log('supervisor')}"
     )
     assert engine.poll_for(lambda view: None, 0.05) is None
 
@@ -177,7 +177,7 @@ def test_bytes_that_are_no_message_are_answered_with_an_error(plane: Plane) -> N
     with raw_client(plane.keys) as peer:
         for frames in ([b"\x00\xff"], [b"[]"], [b"{}", b"{}"], [b'{"peer": 1}']):
             peer.send_multipart(frames)
-            assert peer.poll(5000)
+            assert peer.poll(20_000)
             assert "not a message" in json.loads(peer.recv())["error"]
     plane.client("engine-0").flush(TIMEOUT_S)
 
@@ -196,7 +196,7 @@ def test_an_error_of_the_scheduler_itself_reaches_the_supervisor(
 
 
 def test_a_silent_supervisor_is_noticed(tmp_path: Path) -> None:
-    plane = Plane(AttemptDir(tmp_path), heartbeat_timeout_s=0.5)
+    plane = Plane(AttemptDir(tmp_path), heartbeat_timeout_s=2.0)
     engine = plane.client("engine-0")
     plane.server.close()
     with pytest.raises(
@@ -254,7 +254,7 @@ def test_the_keys_are_for_the_users_eyes_only(plane: Plane) -> None:
 def test_the_right_keys_are_answered(plane: Plane) -> None:
     with raw_client(plane.keys) as peer:
         peer.send(heartbeat())
-        assert peer.poll(5000)
+        assert peer.poll(20_000)
         assert json.loads(peer.recv())["view"]["groups"] == []
 
 
@@ -347,7 +347,9 @@ def test_messages_lost_with_a_connection_arrive_once_and_in_order(plane: Plane) 
         before = proxy.n_swallowed_bytes
         for i in range(20, 40):
             trainer.send("progress", n=100 * round_ + i)
+        deadline = time.monotonic() + TIMEOUT_S
         while proxy.n_swallowed_bytes == before:
+            assert time.monotonic() < deadline, "nothing was sent"
             time.sleep(0.01)
         proxy.cut()
         proxy.is_swallowing = False
@@ -382,6 +384,10 @@ def test_a_restarted_engine_starts_counting_anew_and_its_predecessor_is_told_to_
 def test_an_idle_control_plane_costs_next_to_nothing(plane: Plane) -> None:
     plane.client("engine-0")
     plane.client("trainer-0")
-    started = time.process_time()
-    time.sleep(1.0)
-    assert time.process_time() - started < 0.2
+
+    def seconds_of_a_second() -> float:
+        started = time.process_time()
+        time.sleep(1.0)
+        return time.process_time() - started
+
+    assert any(seconds_of_a_second() < 0.2 for _ in range(3))

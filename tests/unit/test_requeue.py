@@ -75,4 +75,4 @@ def test_a_replaced_life_waits_on_while_slurm_does_not_answer_but_not_for_ever(
     monkeypatch.setattr(requeue, "_SUCCESSOR_POLL_S", 0.05)
     started = time.monotonic()
     requeue.wait_for_successor(JOB)
-    assert 0.3 <= time.monotonic() - started < 5
+    assert 0.3 <= time.monotonic() - started < 60

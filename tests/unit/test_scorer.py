@@ -167,8 +167,8 @@ def test_a_users_function_returns_a_number_or_parts(make: Callable[..., Scorer])
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("hang", "the scorer took longer than task.scorer.timeout_s = 0.5 s"),
-        ("spin", "the scorer took longer than task.scorer.timeout_s = 0.5 s"),
+        ("hang", "the scorer took longer than task.scorer.timeout_s = 2 s"),
+        ("spin", "the scorer took longer than task.scorer.timeout_s = 2 s"),
         ("raise", "RuntimeError: no idea"),
         ("exit", "SystemExit: 3"),
         ("die", "the scorer ended its process (exit code 9)"),
@@ -183,7 +183,8 @@ def test_a_users_function_returns_a_number_or_parts(make: Callable[..., Scorer])
 def test_a_function_that_fails_marks_its_episode_only(
     text: str, error: str, make: Callable[..., Scorer]
 ) -> None:
-    scorer = make("rewards:by_text", timeout_s=0.5)
+    # Ample for the others, on a machine with other work too.
+    scorer = make("rewards:by_text", timeout_s=2.0 if text in ("hang", "spin") else 60.0)
     before, failed, after = scorer.score([("a", "a"), (text, "a"), ("b", "a")])
     assert (before, after) == (RIGHT, WRONG)
     assert failed.reward == 0.0
@@ -288,7 +289,7 @@ def test_the_child_dies_with_a_killed_parent(tmp_path: Path) -> None:
     assert proctree.start_ticks(child) is not None
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while proctree.start_ticks(child) is not None:
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, f"{child} does not end"
         time.sleep(0.01)

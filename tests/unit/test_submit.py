@@ -141,13 +141,14 @@ def test_no_heavy_module_is_imported_on_the_way(config: Path) -> None:
     ],
 )
 def test_it_answers_at_once(config: Path, arguments: list[str], limit_s: float) -> None:
-    # Processor time, since other work on a test machine must not decide.
-    before, start = os.times(), time.monotonic()
-    submit(config, *arguments)
-    after = os.times()
-    used = after.children_user + after.children_system
-    used -= before.children_user + before.children_system
-    assert min(used, time.monotonic() - start) < limit_s
+    def seconds() -> float:
+        before, start = os.times(), time.monotonic()
+        submit(config, *arguments)
+        wall_s, after = time.monotonic() - start, os.times()
+        return min(wall_s, sum(after[2:4]) - sum(before[2:4]))
+
+    # Processor time, and the best of a few, since other work on a test machine must not decide.
+    assert any(seconds() < limit_s for _ in range(5))
 
 
 def test_a_run_is_frozen_then_started_and_its_exit_code_passed_on(config: Path) -> None:
