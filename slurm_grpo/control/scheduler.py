@@ -124,6 +124,7 @@ class Scheduler:
             return
         self._now = sender.last_seen = now
         handler(sender, **body)
+        self._is_assigning_due |= kind != "heartbeat"
 
     def _on_heartbeat(self, sender: _Peer, **_: Any) -> None:
         pass
@@ -141,7 +142,6 @@ class Scheduler:
         sender.probe = probe
         self._touch(sender)
         self._refresh_door()
-        self._is_assigning_due = True
 
     def _on_at_door(self, sender: _Engine, epoch: int, version: int, **_: Any) -> None:
         if self._door.arrived(sender.engine_id, epoch, version):
@@ -169,19 +169,16 @@ class Scheduler:
         sender.is_installing = False
         sender.stats = {"version": version, **stats}
         self._touch(sender)
-        self._is_assigning_due = True
 
     def _on_announce(self, sender: _Engine, shard: Body, **_: Any) -> None:
         settled = self._assignment.announce(shard)
         self._touch(sender, *(self._engines[e] for e in settled))
-        self._is_assigning_due = True
 
     def _on_eval_result(
         self, sender: _Engine, eval_id: str, start: int, stop: int, **sums: Any
     ) -> None:
         self._evaluations.result(sender.engine_id, eval_id, start, stop, sums)
         self._touch(sender)
-        self._is_assigning_due = True
 
     # Messages of trainer rank 0
 
@@ -201,7 +198,6 @@ class Scheduler:
         self._assignment.begin(next_group, n_dropped, consumed, available)
         sender.state = "ready"
         self._touch()
-        self._is_assigning_due = True
 
     def _on_open_door(self, sender: _Peer, version: int, store: str, **_: Any) -> None:
         unfinished = self._evaluations.unfinished_before(version)
@@ -218,7 +214,6 @@ class Scheduler:
     ) -> None:
         concerned = self._door.sync_failed(epoch, version, self._ready(), self._now)
         self._touch(*(self._engines[e] for e in concerned))
-        self._is_assigning_due = True
 
     def _on_commit(self, sender: _Peer, epoch: int, version: int, **_: Any) -> None:
         holders = self._door.commit(epoch, version)
@@ -228,24 +223,20 @@ class Scheduler:
             engine.committed_at = self._now
             engine.is_installing = True
         self._touch_views(*self._engines)
-        self._is_assigning_due = True
 
     def _on_consumed(
         self, sender: _Peer, step: int, group_ids: list[int], dropped: list[int], **_: Any
     ) -> None:
         settled = self._assignment.consumed(group_ids, dropped)
         self._touch(*(self._engines[e] for e in settled))
-        self._is_assigning_due = True
 
     def _on_lost(self, sender: _Peer, group_ids: list[int], **_: Any) -> None:
         self._assignment.lost(group_ids)
         self._touch()
-        self._is_assigning_due = True
 
     def _on_evaluate(self, sender: _Peer, eval_id: str, version: int, n: int, **_: Any) -> None:
         self._evaluations.request(eval_id, version, n)
         self._touch()
-        self._is_assigning_due = True
 
     def _on_progress(self, sender: _Peer, **body: Any) -> None:
         self.progress = body
