@@ -197,14 +197,11 @@ class Supervisor:
             log.info("started %s%s, incarnation %d, pid %d", peer, step.where, n, step.pid)
 
     def _prepare(self, peer: str) -> StepSpec:
-        role, index = parse_peer(peer)
+        role, _ = parse_peer(peer)
         incarnation = self._incarnations.get(peer, -1) + 1
         self._incarnations[peer] = incarnation
         with self._server.locked() as scheduler:
-            if role == "engine":
-                scheduler.engine_starting(index, incarnation, time.monotonic())
-            else:
-                scheduler.trainer_starting(index, time.monotonic())
+            scheduler.starting(peer, incarnation, time.monotonic())
         return role_spec(
             self._run,
             self._cfg,
@@ -259,11 +256,7 @@ class Supervisor:
         with self._server.locked() as scheduler:
             finished = scheduler.finished
             for peer in codes:
-                role, index = parse_peer(peer)
-                if role == "engine":
-                    scheduler.engine_exited(index, now)
-                else:
-                    scheduler.trainer_exited(index, now)
+                scheduler.exited(peer, now)
         if finished is not None:
             return None
         ending, why = self._launcher.why_told()

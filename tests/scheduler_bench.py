@@ -52,7 +52,7 @@ class Bench:
         self.now = 100.0
         self.incarnations = [-1] * cfg.generator.n_engines
         self.n_shards = 0
-        self.scheduler.trainer_starting(0, self.now)
+        self.scheduler.starting(LEADER, 0, self.now)
         self.tell(LEADER, "hello", host="t", pid=1, log="trainer.log")
         if begin:
             self.begin()
@@ -76,13 +76,13 @@ class Bench:
 
     def start(self, engine: int) -> None:
         self.incarnations[engine] += 1
-        self.scheduler.engine_starting(engine, self.incarnations[engine], self.now)
+        self.scheduler.starting(f"engine-{engine}", self.incarnations[engine], self.now)
         peer = f"engine-{engine}"
         self.tell(peer, "hello", host=f"node{engine}", pid=1, log=f"{peer}.log")
         self.tell(peer, "ready", probe=[])
 
     def exit(self, engine: int) -> None:
-        self.scheduler.engine_exited(engine, self.now)
+        self.scheduler.exited(f"engine-{engine}", self.now)
 
     def view(self, engine: int) -> dict[str, Any]:
         return self.scheduler.view(f"engine-{engine}")

@@ -108,11 +108,7 @@ class Scheduler:
         incarnations.
         """
         check_kind(peer, kind)
-        if peer not in self._peers:
-            raise MessageError(
-                f"control plane: this run has no {peer}; it has {', '.join(self._peers)}."
-            )
-        sender = self._peers[peer]
+        sender = self._known(peer)
         handler: Callable[..., None] = getattr(self, f"_on_{kind}")
         try:
             inspect.signature(handler).bind(sender, **body)
@@ -256,35 +252,28 @@ class Scheduler:
                 peer.last_seen = max(peer.last_seen, now)
         self._now = self._last_tick = now
 
-    def engine_starting(self, engine_id: int, incarnation: int, now: float) -> None:
-        """The supervisor is about to start this engine; its deadlines count from here."""
-        self._start(self._engines[engine_id], incarnation, now)
+    def starting(self, peer: str, incarnation: int, now: float) -> None:
+        """The supervisor is about to start this process; its deadlines count from here."""
+        self._start(self._peers[peer], incarnation, now)
 
-    def trainer_starting(self, trainer_rank: int, now: float) -> None:
-        """The supervisor is about to start this trainer rank; its deadlines count from here."""
-        self._start(self._trainers[trainer_rank], 0, now)
-
-    def engine_exited(self, engine_id: int, now: float) -> None:
-        """The engine process is gone: its groups and evaluation chunks go back, the door forgets
-        it.
+    def exited(self, peer: str, now: float) -> None:
+        """The process is gone. An engine's groups and evaluation chunks go back, and the door
+        forgets it; what follows from a trainer's end is the supervisor's decision.
         """
-        engine = self._engines[engine_id]
+        gone = self._peers[peer]
         self._now = now
-        engine.state = "down"
-        engine.committed = engine.installed = None
-        engine.is_installing = False
-        engine.stats = {}
-        self._assignment.release(engine_id)
-        self._evaluations.release(engine_id)
-        self._door.exited(engine_id)
-        self._touch(engine)
+        gone.state = "down"
+        if not isinstance(gone, _Engine):
+            return
+        gone.committed = gone.installed = None
+        gone.is_installing = False
+        gone.stats = {}
+        self._assignment.release(gone.engine_id)
+        self._evaluations.release(gone.engine_id)
+        self._door.exited(gone.engine_id)
+        self._touch(gone)
         self._refresh_door()
         self._is_assigning_due = True
-
-    def trainer_exited(self, trainer_rank: int, now: float) -> None:
-        """The trainer process is gone; what follows from that is the supervisor's decision."""
-        self._now = now
-        self._trainers[trainer_rank].state = "down"
 
     def request_stop(self, reason: str, now: float) -> None:
         """Everybody is to leave at once. The first reason stands."""
@@ -356,15 +345,12 @@ class Scheduler:
         engines, finished `evals`, all `engines`, and their `heartbeat_ages_s`. A replaced
         incarnation is told to stop.
         """
-        if peer not in self._peers:
-            raise MessageError(
-                f"control plane: this run has no {peer}; it has {', '.join(self._peers)}."
-            )
+        known = self._known(peer)
         self._assign()
         is_known = peer in self._last_views and peer not in self._touched
         view = self._last_views[peer] if is_known else self._content(peer)
-        if incarnation is not None and incarnation < self._peers[peer].incarnation:
-            view = {**view, "stop": f"replaced by incarnation {self._peers[peer].incarnation}"}
+        if incarnation is not None and incarnation < known.incarnation:
+            view = {**view, "stop": f"replaced by incarnation {known.incarnation}"}
             view.update({key: [] for key in ("groups", "evals") if key in view and peer != LEADER})
         if peer == LEADER:
             ages = {e.name: round(self._now - e.last_seen, 1) for e in self._engines}
@@ -424,6 +410,13 @@ class Scheduler:
 
     # Helpers
 
+    def _known(self, peer: str) -> _Peer:
+        if peer not in self._peers:
+            raise MessageError(
+                f"control plane: this run has no {peer}; it has {', '.join(self._peers)}."
+            )
+        return self._peers[peer]
+
     def _touch(self, *peers: _Peer) -> None:
         """The views of these peers and of the trainer may have changed, and so may their cards."""
         self._touch_views(*peers)
@@ -438,7 +431,7 @@ class Scheduler:
 
     def _start(self, peer: _Peer, incarnation: int, now: float) -> None:
         if isinstance(peer, _Engine) and peer.state != "down":
-            self.engine_exited(peer.engine_id, now)
+            self.exited(peer.name, now)
         self._now = now
         peer.incarnation, peer.state = incarnation, "starting"
         peer.started_at = peer.last_seen = now

@@ -29,7 +29,7 @@ def test_a_silent_engine_is_overdue_and_the_text_names_host_and_log() -> None:
 
 def test_a_process_that_never_becomes_ready_is_overdue() -> None:
     bench = Bench(config(1), ready=False)
-    bench.scheduler.engine_starting(0, 0, bench.now)
+    bench.scheduler.starting("engine-0", 0, bench.now)
     bench.now += 601
     bench.tell(LEADER, "heartbeat")
     (text,) = bench.scheduler.overdue_peers(bench.now).values()

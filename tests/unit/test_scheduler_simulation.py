@@ -235,14 +235,14 @@ class Simulation:
                 self.in_order((*key, "down"), partial(engine.see, news))
 
     def start_engine(self, engine_id: int, incarnation: int) -> None:
-        self.scheduler.engine_starting(engine_id, incarnation, self.now)
+        self.scheduler.starting(f"engine-{engine_id}", incarnation, self.now)
         self.engines[engine_id] = Engine(self, engine_id, incarnation)
         if self.random.random() < self.trouble * 3:
             engine = self.engines[engine_id]
             self.later(self.random.uniform(1, 90), engine.die)
 
     def reap(self, engine_id: int, incarnation: int) -> None:
-        self.scheduler.engine_exited(engine_id, self.now)
+        self.scheduler.exited(f"engine-{engine_id}", self.now)
         self.push()
         self.later(self.random.uniform(0, 5), lambda: self.start_engine(engine_id, incarnation + 1))
 
