@@ -30,27 +30,3 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 # The default backend, `spmd_types`, fails with torch 2.13 on more than one rank.
 set_spmd_backend("partial_dtensor")
-
-__all__ = [
-    "ComplexRoPE",
-    "CosSinRoPE",
-    "Embedding",
-    "FlexAttention",
-    "FullAC",
-    "Linear",
-    "Llama3Model",
-    "Llama3StateDictAdapter",
-    "Llama3TransformerBlock",
-    "Module",
-    "Qwen3Model",
-    "Qwen3StateDictAdapter",
-    "Qwen3TransformerBlock",
-    "RMSNorm",
-    "StateDictAdapter",
-    "apply_fsdp_to_decoder",
-    "clip_grad_norm_",
-    "create_attention_mask",
-    "make_ffn_config",
-    "make_gqa_config",
-    "skip_param_init",
-]
