@@ -133,11 +133,7 @@ def _common_script(elements: Sequence[Element], folder: Path, max_running: int) 
     """The one script of all elements, which must ask Slurm for the same. Raises ConfigError."""
     scripts = [
         array_script(
-            element.config,
-            sweep_dir=folder,
-            n_elements=len(elements),
-            max_running=max_running,
-            code_dir=folder / "code",
+            element.config, sweep_dir=folder, n_elements=len(elements), max_running=max_running
         )
         for element in elements
     ]

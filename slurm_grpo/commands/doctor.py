@@ -29,7 +29,7 @@ from slurm_grpo.fsio import storage_errors, write_durably
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.doctor_probe import DONE, MODULE, PEERS, TASKS_S, TOKEN, Finding
 from slurm_grpo.slurm.queue import ComponentState, cancel_jobs, job_states, run_slurm
-from slurm_grpo.slurm.script import job_script, node_groups
+from slurm_grpo.slurm.script import CODE, job_script, node_groups
 from slurm_grpo.slurm.submission import expected_start, snapshot_package
 from slurm_grpo.slurm.submit_env import parse_job_id, run_sbatch
 
@@ -156,9 +156,9 @@ def _job(cfg: Config, wait_s: float) -> Iterator[Finding]:
         probe = _small(cfg, root)
         freeze_config(probe, root / "config.yaml")
         write_durably(root / TOKEN, b"from the login node")
-        snapshot_package(root / "code")
+        snapshot_package(root / CODE)
         command = f"{shlex.quote(sys.executable)} -u -m {MODULE} {shlex.quote(str(root))}"
-        script = job_script(probe, job_dir=root, code_dir=root / "code", command=command)
+        script = job_script(probe, job_dir=root, command=command)
         job_id = parse_job_id(run_sbatch(["--parsable", "--no-requeue"], script=script))
     except SlurmGrpoError as error:
         yield Finding("FAIL", "small job", " ".join(str(error).split()))

@@ -98,7 +98,7 @@ class RunJob(SlurmJob[dict[str, Any]]):
 class RunExecutor(SlurmExecutor):
     """Submits a run's supervisor; everything sbatch is told comes from the configuration.
 
-    `folder` is the submission's directory, `code_dir` the snapshot of the package that will run.
+    `folder` is the submission's directory, which holds the snapshot of the package that will run.
     """
 
     job_class = RunJob
@@ -107,10 +107,9 @@ class RunExecutor(SlurmExecutor):
     def affinity(cls) -> int:
         return 2  # a login node with sbatch but without srun will do
 
-    def __init__(self, folder: Path, cfg: Config, code_dir: Path) -> None:
+    def __init__(self, folder: Path, cfg: Config) -> None:
         super().__init__(folder)
         self._cfg = cfg
-        self._code_dir = code_dir
 
     def submit_run(self, fn: Callable[[str], dict[str, Any]], run_dir: Path) -> RunJob:
         """Submit `fn(run_dir)`. Raises SubmissionRefused with sbatch's words."""
@@ -127,7 +126,7 @@ class RunExecutor(SlurmExecutor):
         return submitit_command(self.folder)
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return job_script(self._cfg, job_dir=self.folder, code_dir=self._code_dir, command=command)
+        return job_script(self._cfg, job_dir=self.folder, command=command)
 
     def _num_tasks(self) -> int:
         return 1  # the supervisor; it starts the others

@@ -20,12 +20,16 @@ Flags = dict[str, str | None]
 """sbatch flags by long name, without dashes; None for one that takes no value."""
 
 
+CODE = "code"
+"""Snapshot of the package, in the directory of a submission or a sweep; goes on PYTHONPATH."""
+
+
 def submitit_command(job_dir: Path) -> str:
     """What a single job runs: Submitit's entry, which finds its pickle in `job_dir`."""
     return f"{_interpreter()} -u -m submitit.core._submit {shlex.quote(str(job_dir))}"
 
 
-def job_script(cfg: Config, *, job_dir: Path, code_dir: Path, command: str) -> str:
+def job_script(cfg: Config, *, job_dir: Path, command: str) -> str:
     """The script of one run, het or split. Its output goes to `<job_dir>/slurm.out`; the directory
     has to exist when Slurm starts it.
 
@@ -44,12 +48,10 @@ def job_script(cfg: Config, *, job_dir: Path, code_dir: Path, command: str) -> s
         # A requeued job must not be judged by the result of its life before.
         f"rm -f {shlex.quote(str(job_dir))}/*_result.pkl",
     ]
-    return _script(cfg, job, code_dir, lines, command)
+    return _script(cfg, job, job_dir, lines, command)
 
 
-def array_script(
-    cfg: Config, *, sweep_dir: Path, n_elements: int, max_running: int, code_dir: Path
-) -> str:
+def array_script(cfg: Config, *, sweep_dir: Path, n_elements: int, max_running: int) -> str:
     """The script of a sweep's elements 0 to `n_elements` - 1, in split mode; `cfg` is what they
     have in common.
 
@@ -64,7 +66,7 @@ def array_script(
         "array": f"0-{n_elements - 1}%{max_running}",
     }
     command = f"{_interpreter()} -u -m slurm_grpo.batch --sweep {shlex.quote(str(sweep_dir))}"
-    return _script(cfg, job, code_dir, [], command)
+    return _script(cfg, job, sweep_dir, [], command)
 
 
 def node_groups(cfg: Config) -> dict[str, NodesConfig]:
@@ -123,7 +125,7 @@ def flag_name(flag: str) -> str:
 
 
 def _script(
-    cfg: Config, job: Flags, code_dir: Path, lines_before: Iterable[str], command: str
+    cfg: Config, job: Flags, folder: Path, lines_before: Iterable[str], command: str
 ) -> str:
     job |= {
         "time": cfg.cluster.time_limit,
@@ -139,7 +141,7 @@ def _script(
         flags = (job if component == 0 else {}) | _node_flags(cfg, nodes, cpus[component])
         flags = adjusted(flags, cfg.site.remove_flags, (*cfg.site.flags, *nodes.flags))
         lines += [_line(name, value) for name, value in flags.items()]
-    path = shlex.quote(str(code_dir))
+    path = shlex.quote(str(folder / CODE))
     lines += ["", *cfg.site.setup]
     lines += [f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}", *lines_before]
     # Ignored signals stay ignored over exec: none is lost or fatal before the handlers are in.

@@ -25,7 +25,7 @@ from slurm_grpo.fsio import storage_errors, write_durably
 from slurm_grpo.run_state import stand
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.slurm.executor import RunExecutor, RunJob
-from slurm_grpo.slurm.script import job_script, submitit_command
+from slurm_grpo.slurm.script import CODE, job_script, submitit_command
 from slurm_grpo.slurm.submit_env import require_sbatch, run_sbatch
 from slurm_grpo.summary import read_json
 from slurm_grpo.versions import PACKAGE_ROOT, VERSION_FILE, code_version
@@ -49,7 +49,7 @@ def script_of_next(run: RunDir, cfg: Config) -> str:
     """The exact script that `submit_run` would submit; makes nothing."""
     job_dir = run.jobs / str(_next_number(run))
     command = submitit_command(job_dir)
-    return job_script(cfg, job_dir=job_dir, code_dir=job_dir / "code", command=command)
+    return job_script(cfg, job_dir=job_dir, command=command)
 
 
 def expected_start(run: RunDir, cfg: Config) -> str:
@@ -76,9 +76,8 @@ def submit_run(run: RunDir, cfg: Config) -> Submission:
     """
     require_sbatch()
     with _new_job_dir(run) as job_dir:
-        code_dir = job_dir / "code"
-        snapshot_package(code_dir)
-        job = RunExecutor(job_dir, cfg, code_dir).submit_run(run_batch, run.root)
+        snapshot_package(job_dir / CODE)
+        job = RunExecutor(job_dir, cfg).submit_run(run_batch, run.root)
     write_durably(job_dir / "job_id", f"{job.job_id}\n".encode())
     (job_dir / "batch.sh").symlink_to(job.paths.submission_file.name)
     with contextlib.suppress(FileExistsError):  # the number of an earlier submission

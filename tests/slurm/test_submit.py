@@ -317,7 +317,7 @@ def start(
     def start(function: Callable[[str], dict[str, Any]]) -> RunJob:
         job_dir = tmp_path / "r/jobs/0"
         snapshot_package(job_dir / "code")
-        return RunExecutor(job_dir, cfg, job_dir / "code").submit_run(function, tmp_path / "r")
+        return RunExecutor(job_dir, cfg).submit_run(function, tmp_path / "r")
 
     yield start
     cluster.cancel_all()

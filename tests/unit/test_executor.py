@@ -40,7 +40,7 @@ def executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunExecutor:
         (commands / name).write_text('#!/bin/sh\nenv > "$0.env"; echo out of luck >&2; exit 1\n')
         (commands / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(commands), prepend=os.pathsep)
-    return RunExecutor(tmp_path / "job", Config(), tmp_path / "job/code")
+    return RunExecutor(tmp_path / "job", Config())
 
 
 def test_a_job_inherits_nothing_of_the_job_it_is_submitted_from() -> None:

@@ -62,7 +62,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Confi
 def text_of(cfg: Config) -> str:
     job_dir = Path(cfg.run.runs_dir) / cfg.run.name / "jobs/0"
     command = submitit_command(job_dir)
-    return job_script(cfg, job_dir=job_dir, code_dir=job_dir / "code", command=command)
+    return job_script(cfg, job_dir=job_dir, command=command)
 
 
 def steps_of(cfg: Config) -> str:
@@ -109,9 +109,7 @@ def test_the_whole_script_of_an_array(
     load: Callable[..., Config], check_golden: Callable[[str, str], None]
 ) -> None:
     sweep = Path("/shared/sweeps/lr")
-    text = array_script(
-        load(*SPLIT), sweep_dir=sweep, n_elements=8, max_running=4, code_dir=sweep / "code"
-    )
+    text = array_script(load(*SPLIT), sweep_dir=sweep, n_elements=8, max_running=4)
     check_golden("scripts/array.sh", text)
 
 
