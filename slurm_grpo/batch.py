@@ -46,7 +46,7 @@ class RunFailed(SlurmGrpoError):
     """The run is over without being finished; the text ends with what the failing role said."""
 
 
-def run_batch(run_dir: str, *, role_modules: dict[str, str] | None = None) -> Summary:
+def run_batch(run_dir: str) -> Summary:
     """Run the next attempt in this job; the summary of a run that is finished or was stopped.
 
     A job that goes back into the queue does not return: Slurm ends the process. Raises
@@ -57,13 +57,8 @@ def run_batch(run_dir: str, *, role_modules: dict[str, str] | None = None) -> Su
     allocation = read_allocation()
     before = latest_complete(run) or 0
     try:
-        outcome = supervise(
-            run,
-            cfg,
-            SrunLauncher(cfg, allocation),
-            console=Console(width=_COLUMNS),
-            role_modules=role_modules,
-        )
+        launcher = SrunLauncher(cfg, allocation)
+        outcome = supervise(run, cfg, launcher, console=Console(width=_COLUMNS))
     finally:
         tear_down(cfg)
     act, why = next_act(
