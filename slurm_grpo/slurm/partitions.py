@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -93,98 +93,88 @@ def read_partitions() -> dict[str, Partition]:
 
 def impossible_requests(cfg: Config, partitions: Mapping[str, Partition]) -> Found:
     """(keys, text) for each request that the partitions it names can never give."""
-    asked = zip(node_groups(cfg).items(), cpus_per_node(cfg), strict=True)
-    requests = [
-        _Request(cfg, key, nodes, cpus, partitions)
-        for (key, nodes), cpus in asked
-        if not _SIZES & {*cfg.site.remove_flags, *map(flag_name, (*cfg.site.flags, *nodes.flags))}
-    ]
-    found = [problem for request in requests for problem in request.problems()]
-    yield from found
-    if len(requests) == 2 and not found:
-        yield from _together(*requests)
-
-
-class _Request:
-    """What one group of nodes asks of its partitions."""
-
-    def __init__(
-        self,
-        cfg: Config,
-        key: str,
-        nodes: NodesConfig,
-        cpus: int,
-        partitions: Mapping[str, Partition],
-    ) -> None:
-        default = next((name for name, p in partitions.items() if p.is_default), "")
-        self._cfg, self._key, self.nodes, self._cpus = cfg, key, nodes, cpus
-        self._known = sorted(partitions)
-        self._names = (nodes.partition or default).split(",")
-        self._chosen = [partitions[name] for name in self._names if name in partitions]
-        self._fitting = [
-            frozenset[str]().union(*(kind.hosts for kind in p.kinds if self._fits(kind)))
-            for p in self._chosen
-        ]
-
-    @property
-    def hosts(self) -> frozenset[str]:
-        """Those that could be its nodes."""
-        return frozenset[str]().union(*self._fitting)
-
-    def problems(self) -> Found:
-        key, nodes, names = self._key, self.nodes, ",".join(self._names)
-        if len(self._chosen) < len(self._names):
-            given = names or "none given, and the cluster has no default"
+    default = next((name for name, p in partitions.items() if p.is_default), "")
+    groups, hosts, n_found = node_groups(cfg), list[frozenset[str]](), 0
+    for (key, nodes), cpus in zip(groups.items(), cpus_per_node(cfg), strict=True):
+        if _SIZES & {*cfg.site.remove_flags, *map(flag_name, (*cfg.site.flags, *nodes.flags))}:
+            continue
+        names = (nodes.partition or default).split(",")
+        chosen = [partitions[name] for name in names if name in partitions]
+        if len(chosen) < len(names):
+            n_found += 1
             yield (
                 (f"{key}.partition",),
-                f"{given}; expected one of {', '.join(self._known)}. Choose one of them.",
+                f"{','.join(names) or 'none given, and the cluster has no default'}; expected one "
+                f"of {', '.join(sorted(partitions))}. Choose one of them.",
             )
-            return
-        limits = [limit for p in self._chosen if (limit := p.limit_s) is not None]
-        asked_s = limit_seconds(self._cfg.cluster.time_limit) or 0
-        if len(limits) == len(self._chosen) and asked_s > max(limits):
-            yield (
-                ("cluster.time_limit", f"{key}.partition"),
-                f"{self._cfg.cluster.time_limit} is more than the "
-                f"{max(limits) // 60} minutes that partition {names} allows. Lower it: the run "
-                "requeues itself and continues.",
-            )
-        if nodes.nodes > (n_fitting := max(map(len, self._fitting))):
-            mem = f", {nodes.mem_gib} GiB" if nodes.mem_gib else ""
-            inventory = ", ".join(
-                f"{len(k.hosts)} x ({k.cpus} CPUs, {k.gpus} GPUs, {k.mem_mib / 1024:.0f} GiB)"
-                for p in self._chosen
-                for k in p.kinds
-            )
-            yield (
-                (f"{key}.nodes", f"{key}.partition"),
-                f"{nodes.nodes} node(s) with {self._cpus} CPUs, {nodes.gpus_per_node} "
-                f"GPUs{mem} each, but partition {names} has {n_fitting} such node(s): {inventory}. "
-                "The job would wait for ever. Ask for less, or for another partition.",
-            )
+            continue
+        fitting = [
+            frozenset[str]().union(*(k.hosts for k in p.kinds if _fits(cfg, nodes, cpus, k)))
+            for p in chosen
+        ]
+        hosts.append(frozenset[str]().union(*fitting))
+        for problem in _too_much(cfg, key, nodes, cpus, ",".join(names), chosen, fitting):
+            n_found += 1
+            yield problem
+    if len(hosts) == 2 and not n_found:
+        yield from _together(cfg, len(hosts[0] | hosts[1]))
 
-    def _fits(self, kind: NodeKind) -> bool:
-        nodes, site = self.nodes, self._cfg.site
-        feature = nodes.constraint or ""
-        return (
-            kind.cpus >= self._cpus
-            and (site.gpu_flag == "none" or kind.gpus >= nodes.gpus_per_node)
-            and (site.mem_flag == "none" or kind.mem_mib >= (nodes.mem_gib or 0) * 1024)
-            # Anything but a single word is Slurm's to judge.
-            and (not re.fullmatch(r"[\w.-]+", feature) or feature in kind.features)
+
+def _too_much(
+    cfg: Config,
+    key: str,
+    nodes: NodesConfig,
+    cpus: int,
+    names: str,
+    chosen: Sequence[Partition],
+    fitting: Sequence[frozenset[str]],
+) -> Found:
+    """More time, or more nodes, than each of the chosen partitions has; `fitting` are its nodes
+    that are large enough."""
+    limits = [limit for p in chosen if (limit := p.limit_s) is not None]
+    asked_s = limit_seconds(cfg.cluster.time_limit) or 0
+    if len(limits) == len(chosen) and asked_s > max(limits):
+        yield (
+            ("cluster.time_limit", f"{key}.partition"),
+            f"{cfg.cluster.time_limit} is more than the {max(limits) // 60} minutes that partition "
+            f"{names} allows. Lower it: the run requeues itself and continues.",
+        )
+    if nodes.nodes > (n_fitting := max(map(len, fitting))):
+        mem = f", {nodes.mem_gib} GiB" if nodes.mem_gib else ""
+        inventory = ", ".join(
+            f"{len(k.hosts)} x ({k.cpus} CPUs, {k.gpus} GPUs, {k.mem_mib / 1024:.0f} GiB)"
+            for p in chosen
+            for k in p.kinds
+        )
+        yield (
+            (f"{key}.nodes", f"{key}.partition"),
+            f"{nodes.nodes} node(s) with {cpus} CPUs, {nodes.gpus_per_node} GPUs{mem} each, but "
+            f"partition {names} has {n_fitting} such node(s): {inventory}. The job would wait for "
+            "ever. Ask for less, or for another partition.",
         )
 
 
-def _together(first: _Request, second: _Request) -> Found:
+def _fits(cfg: Config, nodes: NodesConfig, cpus: int, kind: NodeKind) -> bool:
+    feature = nodes.constraint or ""
+    return (
+        kind.cpus >= cpus
+        and (cfg.site.gpu_flag == "none" or kind.gpus >= nodes.gpus_per_node)
+        and (cfg.site.mem_flag == "none" or kind.mem_mib >= (nodes.mem_gib or 0) * 1024)
+        # Anything but a single word is Slurm's to judge.
+        and (not re.fullmatch(r"[\w.-]+", feature) or feature in kind.features)
+    )
+
+
+def _together(cfg: Config, n_hosts: int) -> Found:
     """Slurm gives the components of a heterogeneous job different nodes, whatever they hold."""
-    n_asked, n_hosts = first.nodes.nodes + second.nodes.nodes, len(first.hosts | second.hosts)
-    if n_asked > n_hosts:
+    n_generators, n_trainers = cfg.cluster.generators.nodes, cfg.cluster.trainers.nodes
+    if n_generators + n_trainers > n_hosts:
         yield (
             ("cluster.trainers.nodes", "cluster.generators.nodes"),
-            f"{second.nodes.nodes} and cluster.generators.nodes: "
-            f"{first.nodes.nodes} are {n_asked} nodes, but their partitions have {n_hosts} such "
-            "node(s) together, and two components never share one. The job would wait for ever. "
-            "Ask for less, for another partition, or use cluster.allocation = split.",
+            f"{n_trainers} and cluster.generators.nodes: {n_generators} are "
+            f"{n_generators + n_trainers} nodes, but their partitions have {n_hosts} such node(s) "
+            "together, and two components never share one. The job would wait for ever. Ask for "
+            "less, for another partition, or use cluster.allocation = split.",
         )
 
 
