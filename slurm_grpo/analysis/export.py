@@ -7,9 +7,11 @@ once it is whole.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -67,20 +69,17 @@ def export_episodes(
         raise AnalysisError(f"{out}: suffix {out.suffix!r}; expected one of {', '.join(WRITERS)}.")
     if tokens and out.suffix == ".csv":
         raise AnalysisError(f"{out}: CSV has no lists. Write tokens to .parquet or .jsonl.")
-    writer: Any = None
+    tables = _tables(run, columns, where, tokens=tokens)
+    first = next(tables, None)
+    if first is None:
+        raise AnalysisError(f"{run.run.root}: no episode to write to {out}.")
     n_rows, unfinished = 0, partial(out)
     with storage_errors("write", out):
         try:
-            try:
-                for table in _tables(run, columns, where, tokens=tokens):
-                    writer = writer or WRITERS[out.suffix](unfinished, table.schema)
+            with closing(WRITERS[out.suffix](unfinished, first.schema)) as writer:
+                for table in itertools.chain([first], tables):
                     writer.write_table(table)
                     n_rows += table.num_rows
-            finally:
-                if writer is not None:
-                    writer.close()
-            if writer is None:
-                raise AnalysisError(f"{run.run.root}: no episode to write to {out}.")
             os.replace(unfinished, out)
         finally:
             unfinished.unlink(missing_ok=True)
