@@ -11,15 +11,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurm_grpo.algorithms.loss import LossStats, TokenBatch, policy_loss, token_stats
-from slurm_grpo.config import AlgorithmConfig, Config, ScheduleConfig
+from slurm_grpo.algorithms.loss import LossStats, policy_loss, token_stats
+from slurm_grpo.config import Config, ScheduleConfig
 from slurm_grpo.errors import ConfigError, NonFiniteError
 from slurm_grpo.trainer import titan
 from slurm_grpo.trainer.attention import build_pack_mask
@@ -178,30 +177,21 @@ class Learner:
         return values
 
     def _forward(self, pack: list[Group], n_trained_tokens: int, stats: LossStats) -> Tensor:
-        batch = build_microbatch(pack, self.device, self._pad_to)
-        loss: Tensor = self.model(
+        batch, algorithm = build_microbatch(pack, self.device, self._pad_to), self.cfg.algorithm
+
+        def chunk_loss(logprobs_C: Tensor, entropy_C: Tensor, start: int, stop: int) -> Tensor:
+            part = batch.tokens.slice(start, stop)
+            loss = policy_loss(logprobs_C, part, algorithm, n_trained_tokens)
+            stats.add(*token_stats(logprobs_C, entropy_C, part, algorithm, loss))
+            return loss
+
+        total: Tensor = self.model(
             batch.token_ids_T,
             batch.positions_T,
             batch.mask,
             batch.predict_N,
             batch.targets_N,
             self.cfg.generator.sampling.temperature,
-            partial(_chunk_loss, batch.tokens, self.cfg.algorithm, n_trained_tokens, stats),
+            chunk_loss,
         )
-        return loss
-
-
-def _chunk_loss(
-    tokens: TokenBatch,
-    algorithm: AlgorithmConfig,
-    n_trained_tokens: int,
-    stats: LossStats,
-    logprobs_C: Tensor,
-    entropy_C: Tensor,
-    start: int,
-    stop: int,
-) -> Tensor:
-    part = tokens.slice(start, stop)
-    loss = policy_loss(logprobs_C, part, algorithm, n_trained_tokens)
-    stats.add(*token_stats(logprobs_C, entropy_C, part, algorithm, loss))
-    return loss
+        return total
