@@ -9,8 +9,9 @@ so that tests simulate time.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -109,17 +110,14 @@ class Scheduler:
         """
         check_kind(peer, kind)
         sender = self._known(peer)
-        handler: Callable[..., None] = getattr(self, f"_on_{kind}")
-        try:
-            inspect.signature(handler).bind(sender, **body)
-        except TypeError as error:
-            raise MessageError(f"{peer}: {kind}: {error}.") from None
+        if missing := _keys(kind) - body.keys():
+            raise MessageError(f"{peer}: {kind}: {', '.join(sorted(missing))} missing.")
         if incarnation > sender.incarnation:
             self._start(sender, incarnation, now)
         if incarnation < sender.incarnation or sender.state == "down":
             return
         self._now = sender.last_seen = now
-        handler(sender, **body)
+        getattr(self, f"_on_{kind}")(sender, **body)
         self._is_assigning_due |= kind != "heartbeat"
 
     def _on_heartbeat(self, sender: _Peer, **_: Any) -> None:
@@ -467,3 +465,11 @@ class Scheduler:
             n_ready = sum(e.state == "ready" for e in self._engines)
             given |= self._assignment.assign(versions, n_ready)
         self._touch(*(self._engines[e] for e in given))
+
+
+@functools.cache
+def _keys(kind: str) -> frozenset[str]:
+    """What a message of this kind must hold: the arguments of its handler."""
+    handler = getattr(Scheduler, f"_on_{kind}")
+    parameters = list(inspect.signature(handler).parameters.values())[2:]
+    return frozenset(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)

@@ -159,7 +159,7 @@ def test_a_wait_ends_with_a_text_that_names_what_and_whom(plane: Plane) -> None:
 def test_a_message_nobody_understands_is_raised_where_it_was_sent(plane: Plane) -> None:
     engine, other = plane.client("engine-0"), plane.client("trainer-0")
     engine.send("at_door", epoch=1)
-    with pytest.raises(MessageError, match=r"engine-0: at_door: missing .* argument: 'version'"):
+    with pytest.raises(MessageError, match="engine-0: at_door: version missing"):
         engine.flush(TIMEOUT_S)
     with pytest.raises(MessageError):
         engine.send("ready", probe=[])

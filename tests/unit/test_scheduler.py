@@ -145,8 +145,8 @@ def test_a_replaced_incarnation_is_told_to_stop() -> None:
         ("engine-9", "ready", {"probe": []}, "this run has no engine-9; it has engine-0, engine-1"),
         ("nobody", "ready", {}, "no peer is called 'nobody'"),
         ("engine-0", "commit", {"epoch": 1, "version": 0}, "unknown message 'commit'"),
-        ("engine-0", "at_door", {"epoch": 1}, "at_door: missing a required argument: 'version'"),
-        (LEADER, "begin", {"n_dropped": 0}, "begin: missing a required argument: 'next_group'"),
+        ("engine-0", "at_door", {"epoch": 1}, "at_door: version missing"),
+        (LEADER, "begin", {"n_dropped": 0}, "begin: available, consumed, next_group missing"),
     ],
 )
 def test_a_malformed_message_is_refused_by_name(
