@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from slurm_grpo.config import Config
 from slurm_grpo.control.client import ControlClient, who_is_missing
@@ -114,8 +114,9 @@ class Picker:
             ]
             if wanted and self._intact(ref):
                 usable.update({group.group_id: (group, ref) for group in wanted})
-        if self._cfg.strict_mode and not self._step_is_complete(usable):
-            return {}
+        n_wanted = self._cfg.algorithm.groups_per_step
+        if self._cfg.strict_mode and len(list(self._choose(usable))) < n_wanted:
+            return {}  # drop once the whole step is there: order of arrival is immaterial
         newly_dropped = {
             group.group_id: reason
             for group, _ in usable.values()
@@ -128,19 +129,6 @@ class Picker:
         return {
             group_id: pair for group_id, pair in usable.items() if group_id not in newly_dropped
         }
-
-    def _step_is_complete(self, usable: dict[int, Any]) -> bool:
-        """Strict: drop only once everything assigned for the step is there, so that order of
-        arrival is immaterial."""
-        missing = self._cfg.algorithm.groups_per_step
-        group_id = self._next_group
-        while missing > 0:
-            if group_id in usable:
-                missing -= 1
-            elif group_id not in self._done:
-                return False
-            group_id += 1
-        return True
 
     def _intact(self, ref: ShardRef) -> bool:
         if ref.path not in self._verdicts:
