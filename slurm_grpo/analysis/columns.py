@@ -184,18 +184,22 @@ def _group_staleness(shard: OpenShard, rows: Array) -> Any:
     )
 
 
-def _error(shard: OpenShard, rows: Array) -> Array:
+def _failures(shard: OpenShard, rows: Array) -> tuple[Array, list[Any]]:
+    """Which of `rows` failed to score, and what is known of each."""
     failed = np.flatnonzero(shard.is_error[rows])
+    return failed, decode(shard.raw("episodes/info_json", rows[failed]))
+
+
+def _error(shard: OpenShard, rows: Array) -> Array:
     found = np.full(len(rows), None, object)
-    infos = decode(shard.raw("episodes/info_json", rows[failed]))
+    failed, infos = _failures(shard, rows)
     found[failed] = [info.get("error") for info in infos]
     return found
 
 
 def _finish_reason(shard: OpenShard, rows: Array) -> pd.Categorical:
     codes = shard["episodes/finish_reason"][rows].astype("i1")
-    failed = np.flatnonzero(codes == layout.ERROR_CODE)
-    infos = decode(shard.raw("episodes/info_json", rows[failed]))
+    failed, infos = _failures(shard, rows)
     names = layout.FINISH_REASONS
     codes[failed] = [names.index(info.get("finish_reason", "error")) for info in infos]
     return pd.Categorical.from_codes(codes, list(names))

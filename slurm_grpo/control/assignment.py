@@ -120,8 +120,10 @@ class Assignment:
 
     def release(self, engine: int) -> None:
         """A dead engine's unannounced groups become nobody's."""
-        for group_id in sorted(self._outstanding[engine]):
-            self._give_back(group_id)
+        group_ids = sorted(self._outstanding[engine])
+        self._disown(group_ids)
+        for group_id in group_ids:
+            heapq.heappush(self._pool(group_id).returned, group_id)
 
     def announce(self, shard: dict[str, Any]) -> set[int]:
         """Record a published shard; returns the engines whose outstanding groups it settled. First
@@ -187,10 +189,6 @@ class Assignment:
         self._owner[group_id] = engine
         self._outstanding[engine].add(group_id)
         return True
-
-    def _give_back(self, group_id: int) -> None:
-        self._outstanding[self._owner.pop(group_id)].discard(group_id)
-        heapq.heappush(self._pool(group_id).returned, group_id)
 
     def _record(self, shard: dict[str, Any]) -> set[int]:
         wanted = [g for g in shard["groups"] if not self._is_settled(g["group_id"])]

@@ -172,12 +172,10 @@ class TrainerLoop:
         rows = assign_to_ranks([group.n_tokens for group, _ in plan.groups], self._crew.world_size)
         mine = [plan.groups[i] for i in rows[self._crew.rank]]
         found: dict[int, Group] = {}
-        for path in dict.fromkeys(ref.path for _, ref in mine):
-            ref = next(ref for _, ref in mine if ref.path == path)
+        for path, ref in {ref.path: ref for _, ref in mine}.items():
             ids = [group.group_id for group, r in mine if r.path == path]
-            found.update(
-                (group[0].group_id, group) for group in read_groups(self._context.run, ref, ids)
-            )
+            groups = read_groups(self._context.run, ref, ids)
+            found |= {group[0].group_id: group for group in groups}
         return [found[group.group_id] for group, _ in mine]
 
     def _log(self, step: int, plan: StepPlan, groups: list[Group], stats: dict[str, float]) -> None:
