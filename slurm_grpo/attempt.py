@@ -11,7 +11,6 @@ import json
 import os
 import socket
 import time
-from pathlib import Path
 from typing import Any
 
 from slurm_grpo import proctree
@@ -37,18 +36,13 @@ def take_attempt(run: RunDir) -> int:
                 return number
 
 
-def record_path(attempt: AttemptDir) -> Path:
-    """What the supervisor of this attempt measured, JSON, renewed while it runs."""
-    return attempt.root / "supervisor.json"
-
-
 class AttemptRecord:
     """`attempts/<n>/supervisor.json`, renewed every ten seconds so that a killed attempt counts
     too."""
 
     def __init__(self, attempt: AttemptDir, **facts: Any) -> None:
         """`facts` are what the launcher knows about its surroundings: job id, nodes."""
-        self._path = record_path(attempt)
+        self._path = attempt.record
         self._started = time.monotonic()
         self._written = float("-inf")
         self._values: dict[str, Any] = {

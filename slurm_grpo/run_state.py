@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from slurm_grpo import proctree
-from slurm_grpo.attempt import record_path
 from slurm_grpo.config_values import nearest
 from slurm_grpo.errors import ConfigError, SlurmUnavailable
 from slurm_grpo.outcome import Ending
@@ -155,7 +154,7 @@ def submitted_jobs(run: RunDir) -> list[str]:
     """Slurm's ids of the run's jobs, as far as the run knows, oldest first."""
     paths = (folder / "job_id" for folder in run.job_dirs())
     ids = [path.read_text().strip() for path in paths if path.is_file()]
-    records = [read_json(record_path(run.attempt(n))) for n in run.attempt_numbers()[-1:]]
+    records = [read_json(run.attempt(n).record) for n in run.attempt_numbers()[-1:]]
     ids += [str(record["job_id"]) for record in records if record.get("job_id")]
     return list(dict.fromkeys(filter(None, ids)))
 
@@ -179,7 +178,7 @@ def judge(run: RunDir, components: Sequence[ComponentState]) -> Standing:
     """How the run stands, given what Slurm says about its newest job (nothing: not asked)."""
     numbers = run.attempt_numbers()
     attempt = numbers[-1] if numbers else None
-    record = {} if attempt is None else read_json(record_path(run.attempt(attempt)))
+    record = {} if attempt is None else read_json(run.attempt(attempt).record)
     silence_s = None if attempt is None else _silence_s(run, attempt)
     if any(c.is_alive for c in components):
         word, detail = _in_queue(components, record, silence_s)
@@ -239,7 +238,7 @@ def _at_rest(
 def _silence_s(run: RunDir, attempt: int) -> float | None:
     """Seconds since the attempt's supervisor last wrote its record (or took its directory)."""
     folder = run.attempt(attempt)
-    for path in (record_path(folder), folder.root):
+    for path in (folder.record, folder.root):
         try:
             return max(0.0, time.time() - os.stat(path).st_mtime)
         except FileNotFoundError:

@@ -103,6 +103,11 @@ class AttemptDir:
         return self.root / "resumed_from"
 
     @property
+    def record(self) -> Path:
+        """What the supervisor of this attempt measured, JSON, renewed while it runs."""
+        return self.root / "supervisor.json"
+
+    @property
     def control(self) -> Path:
         """Address and keys of the control plane, JSON, mode 0600."""
         return self.root / "control.json"

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from slurm_grpo.attempt import record_path
 from slurm_grpo.config import Config
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.metrics import Row, read_run_metrics
@@ -45,7 +44,7 @@ def build_summary(run: RunDir, cfg: Config, *, status: Status, error: str | None
     """The summary of the run as it stands on disk, all attempts together."""
     rows = read_run_metrics(run, "trainer")
     steps = [row for row in rows if "trainer/step_s" in row]
-    records = [read_json(record_path(run.attempt(n))) for n in run.attempt_numbers()]
+    records = [read_json(run.attempt(n).record) for n in run.attempt_numbers()]
     versions = [read_json(run.attempt(n).versions) for n in run.attempt_numbers()]
     return {
         "status": status,

@@ -25,7 +25,6 @@ from slurm_grpo.analysis.report_charts import Chart
 from slurm_grpo.analysis.report_episodes import episodes_html
 from slurm_grpo.analysis.report_facts import Change, Facts
 from slurm_grpo.analysis.terminal import add_run, say
-from slurm_grpo.attempt import record_path
 from slurm_grpo.checkpoint_dirs import read_resumed_from
 from slurm_grpo.config import Config
 from slurm_grpo.config_values import option_types
@@ -202,7 +201,7 @@ def _where_time_went(facts: Facts) -> list[str]:
     lines = [f"{_clock(seconds.sum())} in steps"]
     lines += [f"{_percent(v)} {n}" for n, v in share.items() if v >= 0.05]
     numbers = facts.run.run.attempt_numbers()
-    wall = sum(read_json(record_path(facts.run.run.attempt(n))).get("wall_s", 0) for n in numbers)
+    wall = sum(read_json(facts.run.run.attempt(n).record).get("wall_s", 0) for n in numbers)
     if wall > seconds.sum():
         lines.append(f"{_clock(wall - seconds.sum())} outside: starting, evaluating, saving")
     return [*lines, f"median step {duration(facts.over_steps('trainer/step_s'))}"]
@@ -273,7 +272,7 @@ def _attempts(facts: Facts) -> str:
     run, starts = facts.run.run, read_resumed_from(facts.run.run)
     rows = []
     for n in run.attempt_numbers():
-        record = read_json(record_path(run.attempt(n)))
+        record = read_json(run.attempt(n).record)
         codes = {p.stem: p.read_text().strip() for p in sorted(run.attempt(n).root.glob("*.exit"))}
         odd = [f"{peer} exit code {code}" for peer, code in codes.items() if code != "0"]
         versions = read_json(run.attempt(n).versions)

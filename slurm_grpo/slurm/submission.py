@@ -17,7 +17,6 @@ from pathlib import Path
 
 from submitit.core.utils import UncompletedJobError
 
-from slurm_grpo.attempt import record_path
 from slurm_grpo.batch import RunFailed, run_batch
 from slurm_grpo.config import Config
 from slurm_grpo.errors import ConfigError, ExitCode, JobFailed
@@ -138,7 +137,7 @@ def wait_for_end(submission: Submission) -> int:
 def _exit_code(run: RunDir, job_id: str) -> int:
     """What the run's last attempt ended with, if it was this job's and could still say so."""
     numbers = run.attempt_numbers()
-    record = read_json(record_path(run.attempt(numbers[-1]))) if numbers else {}
+    record = read_json(run.attempt(numbers[-1]).record) if numbers else {}
     mine = str(record.get("job_id")) == job_id
     return (int(record.get("exit_code", 0)) if mine else 0) or ExitCode.FAILURE
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slurm_grpo import proctree
-from slurm_grpo.attempt import AttemptRecord, RunLock, record_path
+from slurm_grpo.attempt import AttemptRecord, RunLock
 from slurm_grpo.config import Config
 from slurm_grpo.errors import ConfigError
 from slurm_grpo.outcome import Ending
@@ -46,7 +46,7 @@ def begin(run: RunDir, number: int = 0, *, status: str = "running", age_s: float
     attempt.root.mkdir(parents=True)
     AttemptRecord(attempt).renew(peak_pss_bytes=0, status=status)
     then = time.time() - age_s
-    os.utime(record_path(attempt), (then, then))
+    os.utime(attempt.record, (then, then))
 
 
 def job(state: str, *, component: int = 0, reason: str = "None") -> ComponentState:
@@ -110,7 +110,7 @@ def test_a_failure_comes_with_its_error(run: RunDir) -> None:
 def test_a_cancelled_run_is_called_so_once_slurm_has_forgotten_it(run: RunDir) -> None:
     begin(run, status="interrupted")
     assert word_and_detail(run) == ("interrupted", "")
-    path = record_path(run.attempt(0))
+    path = run.attempt(0).record
     path.write_text(json.dumps(read_json(path) | {"ending": Ending.CANCELLED.value}))
     assert word_and_detail(run) == ("cancelled", "")
 
