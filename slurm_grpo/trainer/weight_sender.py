@@ -1,7 +1,9 @@
 """Sends the policy's weights from trainer rank 0 to every engine worker over the policy group.
 
 Gathered layers arrive one by one; large tensors are broadcast from where they lie and small ones
-packed into buckets, while the next layer is gathered. A full copy of the model never exists here.
+packed into buckets, while the next layer is gathered. On a GPU a full copy of the model never
+exists here. On a CPU it does, since digests computed beside a broadcast would stop the threads that
+send: there they wait until the last byte has left, and so does what they are computed from.
 Knows nothing about models: it takes tensors and their metadata.
 """
 
@@ -68,7 +70,10 @@ class WeightSender:
         started = time.monotonic()
         layout = self._layout_of(metadata)
         stream = _Stream(
-            group, layout, self._take_buffers(group.device), started + self._cfg.transfer_timeout_s
+            group,
+            layout,
+            self._take_buffers(group.device, layout),
+            started + self._cfg.transfer_timeout_s,
         )
         gather_s = 0.0
         remaining = iter(layers)
@@ -106,12 +111,15 @@ class WeightSender:
             self._layout = (list(metadata), Layout(metadata, self._cfg.bucket_mib << 20))
         return self._layout[1]
 
-    def _take_buffers(self, device: torch.device) -> list[Tensor]:
-        """Three: two may be under way while the third is filled."""
+    def _take_buffers(self, device: torch.device, layout: Layout) -> list[Tensor]:
+        """Three on a GPU: two may be under way while the third is filled. On a CPU one for every
+        packed bucket.
+        """
         buffers, self._buffers = self._buffers, []
-        if not buffers or buffers[0].device != device:
-            size = self._cfg.bucket_mib << 20
-            buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(3)]
+        size = layout.bucket_bytes
+        n = 3 if device.type == "cuda" else -(-(layout.n_bytes - layout.packed_start) // size)
+        if len(buffers) < n or any(buffer.device != device for buffer in buffers):
+            buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(n)]
         return buffers
 
 
@@ -127,7 +135,8 @@ class _Stream:
         self._deadline = deadline
         self._n_written = 0  # tensors written so far
         self._pipeline = Pipeline(group, 2 * layout.bucket_bytes, deadline)
-        self._digests: list[Tensor] = []
+        self._keeps_data = group.device.type != "cuda"
+        self._sent: list[Tensor] = []  # the buckets themselves, or only their digests
 
     def open(self, version: int) -> None:
         encoded = bytearray(self._layout.encoded)
@@ -166,7 +175,7 @@ class _Stream:
             )
         for _ in self._pipeline.drain():
             pass
-        digests = torch.stack(self._digests)
+        digests = torch.stack([bucket_digest(b) if self._keeps_data else b for b in self._sent])
         self._group.broadcast(digests, deadline=self._deadline)
         return digests
 
@@ -186,4 +195,4 @@ class _Stream:
 
     def _send(self, data: Tensor) -> None:
         self._pipeline.push(data)
-        self._digests.append(bucket_digest(data))  # on its way out
+        self._sent.append(data if self._keeps_data else bucket_digest(data))

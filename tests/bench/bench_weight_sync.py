@@ -4,10 +4,11 @@ same group.
 python tests/bench/bench_weight_sync.py MODEL_DIR [--repeats 9] [--bucket-mib N]
 
 The sender is this process, the receiver a real engine in another. Each repeat sends the model's
-bytes into staging twice, as tensors of a bucket's size (`transfer`: moving, the sender's digests,
-nothing else) and as the model's own (`with_packing`: small tensors are copied into buckets too);
-broadcasts as many raw bytes, in one piece and in buckets, of which the faster counts; and installs
-with requests running. `verify` is the receiver's digests.
+bytes into staging twice, as tensors of a bucket's size (`transfer`: moving them, nothing else) and
+as the model's own (`with_packing`: small tensors are copied into buckets too); broadcasts as many
+raw bytes, in one piece and in buckets, of which the faster counts; and installs with requests
+running. `verify` is the digests of both sides. A share is the median over the repeats of raw time
+by transfer time, each pair taken within a second.
 """
 
 from __future__ import annotations
@@ -159,21 +160,22 @@ def measure(model: Path, repeats: int, bucket_mib: int) -> dict[str, Any]:
     engine.join()
     del store
     kept = {name: values[1:] for name, values in times.items()}  # the first forms and allocates
-    fastest = {
-        which: min(which(kept["raw_whole"]), which(kept["raw_buckets"]))
-        for which in (statistics.median, min)
+    raw_s = [min(pair) for pair in zip(kept["raw_whole"], kept["raw_buckets"], strict=True)]
+    shares = {
+        name: [fast / took for fast, took in zip(raw_s, kept[name], strict=True)]
+        for name in ("transfer", "with_packing")
     }
     return {
         "n_bytes": n_bytes,
         "bucket_mib": bucket_mib,
         "n_running": N_RUNNING,
-        "share_of_raw_bandwidth": round(
-            fastest[statistics.median] / statistics.median(kept["transfer"]), 3
+        "share_of_raw_bandwidth": spread(shares["transfer"]),
+        "share_of_raw_bandwidth_medians": round(
+            min(statistics.median(kept[name]) for name in ("raw_whole", "raw_buckets"))
+            / statistics.median(kept["transfer"]),
+            3,
         ),
-        "share_of_raw_bandwidth_best": round(fastest[min] / min(kept["transfer"]), 3),
-        "share_with_packing": round(
-            fastest[statistics.median] / statistics.median(kept["with_packing"]), 3
-        ),
+        "share_with_packing": spread(shares["with_packing"]),
         **{f"{name}_s": spread(values) for name, values in kept.items()},
     }
 
