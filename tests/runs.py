@@ -49,7 +49,7 @@ TINY: dict[str, Any] = {
         "checkpoint": {"every_steps": 2, "export_hf": False},
     },
     "weight_sync": {"bucket_mib": 1, "transfer_timeout_s": 20, "door_timeout_s": 60},
-    "cluster": {"start_timeout_s": 120},
+    "cluster": {"start_timeout_s": 400},
 }
 
 

@@ -25,9 +25,8 @@ SPLIT = {"allocation": "split", "shared": {"partition": "all"}}
 _COMMON: dict[str, Any] = {
     "cluster": {
         "kind": "slurm",
-        "time_limit": "10",
+        "time_limit": "30",
         "signal_s": 60,
-        "heartbeat_timeout_s": 20,
     },
     "site": {"interface": "lo"},  # all nodes are this machine
 }

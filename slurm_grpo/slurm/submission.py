@@ -175,11 +175,18 @@ def _new_job_dir(run: RunDir) -> Iterator[Path]:
 
 def _refuse_others(run: RunDir, number: int) -> None:
     earlier = [p for p in run.job_dirs() if int(p.name) < number]
-    for path in earlier:
-        if not (path / "job_id").exists() and time.time() - path.stat().st_mtime < _SUBMITTING_S:
-            raise _being_submitted(run)
+    if any(_is_being_made(path) for path in earlier):
+        raise _being_submitted(run)
     if earlier:
         refuse_live_job(run)
+
+
+def _is_being_made(job_dir: Path) -> bool:
+    try:
+        age_s = time.time() - job_dir.stat().st_mtime
+    except FileNotFoundError:  # refused since it was listed
+        return False
+    return age_s < _SUBMITTING_S and not (job_dir / "job_id").exists()
 
 
 def _being_submitted(run: RunDir) -> ConfigError:

@@ -23,6 +23,7 @@ from slurm_grpo.config_values import option_types
 from slurm_grpo.errors import ExitCode
 from slurm_grpo.launch_cli import main
 from slurm_grpo.rundir import RunDir
+from slurm_grpo.slurm.submission import _new_job_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBMIT = ROOT / "launch/submit.py"
@@ -300,3 +301,13 @@ def test_what_slurm_cannot_be_asked_is_explained_and_makes_nothing(
     assert done.returncode != 0
     assert expected in done.stderr
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_submission_that_was_refused_since_it_was_listed_is_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "r")
+    monkeypatch.setattr(RunDir, "job_dirs", lambda run: [run.jobs / "0"])
+    with _new_job_dir(run) as job_dir:
+        assert job_dir == run.jobs / "1"
+        assert job_dir.is_dir()
