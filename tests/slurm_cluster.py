@@ -67,14 +67,6 @@ class Cluster:
         self._wait(lambda: f"job {job} to be {sorted(wanted)}: {rows}", is_there, timeout_s)
         return rows
 
-    def start_now(self, job: str | int, timeout_s: float = 120.0) -> None:
-        """Start a requeued job at once, which otherwise waits two minutes."""
-        self.wait_state(job, ("PENDING", "RUNNING"), timeout_s)
-        if any(row.state == "PENDING" for row in self.squeue(job)):
-            # A credential made in the second in which the former life was killed is refused.
-            time.sleep(2.0)
-            self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-
     def kill_node(self, node: str) -> None:
         """SIGKILL the node's slurmd; tasks on it live on."""
         self.run("bash", SCRIPT, "kill-node", node, self.directory)

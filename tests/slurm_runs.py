@@ -3,7 +3,6 @@ what comes of it."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -78,16 +77,7 @@ class SlurmRun:
 
     def wait_attempt(self, number: int, timeout_s: float = 240.0) -> None:
         """Until the job has come back from the queue for its attempt `number`."""
-
-        def has_begun() -> bool:
-            # Each requeue begins the wait of two minutes anew; the node may be lost meanwhile.
-            rows = self.cluster.squeue(self.job)
-            if rows and all((r.state, r.reason) == ("PENDING", "BeginTime") for r in rows):
-                with contextlib.suppress(AssertionError):
-                    self.cluster.start_now(self.job)
-            return number in self.run.attempt_numbers()
-
-        self._wait(has_begun, timeout_s, f"attempt {number}")
+        self._wait(lambda: number in self.run.attempt_numbers(), timeout_s, f"attempt {number}")
 
     def wait_continued(self, attempt: int) -> int:
         """Until `attempt` has trained a step: the one it continued after."""

@@ -105,7 +105,8 @@ make_gpus() {
     done
 }
 
-# Job ids differ between clusters, which share the cgroups of nodes of one name.
+# Job ids differ between clusters, which share the cgroups of nodes of one name. A requeued job waits
+# for cred_expire and a second: a credential made when its former life was killed would be refused.
 write_config() {
     local host gpus=0 node n port accounting=none
     host=$(hostname -s)
@@ -117,7 +118,7 @@ SlurmctldHost=$host(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket=$DIR/munge/socket,cred_expire=5
+AuthInfo=socket=$DIR/munge/socket,cred_expire=10
 SlurmctldPort=$PORT
 StateSaveLocation=$DIR/state
 SlurmdSpoolDir=$DIR/spool/%n

@@ -362,7 +362,6 @@ def test_a_requeued_job_is_not_over_and_its_former_result_not_final(
     assert not job.done(force_check=True)
     cluster.run("scontrol", "requeue", job.job_id)
     cluster.wait_state(job.job_id, "PENDING")
-    cluster.start_now(job.job_id)
     cluster.wait_state(job.job_id, "RUNNING")
     assert not job.done(force_check=True)
     wait_until(lambda: not job.paths.result_pickle.exists(), 120, "the former result's end")
