@@ -66,11 +66,32 @@ def write_durably(
     Returns once file and directory are on the disk. `check` gets the synced file before it gets its
     name; if it raises, `path` stays as it was. Raises StorageError.
     """
-    with _temporary(path, data, mode) as temporary:
+    with synced_temporary(path, data, mode) as temporary:
         check(temporary)
-        with storage_errors("rename into place", path):
-            os.rename(temporary, path)
-        sync_directory(path.parent)
+        put_in_place(temporary, path)
+
+
+@contextmanager
+def synced_temporary(path: Path, data: bytes, mode: int = 0o644) -> Iterator[Path]:
+    """A synced file next to `path` that holds `data`; gone after the block unless renamed. Raises
+    StorageError naming `path`.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    with storage_errors("create temporary for", path):
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        _fill(fd, path, data)
+        yield temporary
+    finally:
+        with suppress(OSError):
+            os.unlink(temporary)
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Give a synced file its name, durably, replacing what had it. Raises StorageError."""
+    with storage_errors("rename into place", path):
+        os.rename(temporary, path)
+    sync_directory(path.parent)
 
 
 def link_durably(path: Path, data: bytes) -> bool:
@@ -79,7 +100,7 @@ def link_durably(path: Path, data: bytes) -> bool:
     Existing with the same bytes is success: an NFS client that repeats a lost request is answered
     EEXIST for its own link. Raises StorageError.
     """
-    with _temporary(path, data, 0o644) as temporary:
+    with synced_temporary(path, data) as temporary:
         with storage_errors("link into place", path):
             try:
                 os.link(temporary, path)
@@ -157,20 +178,6 @@ def sweep_temporaries(directory: Path, *, older_than_s: float = TEMPORARY_AGE_S)
             except FileNotFoundError:
                 continue  # its writer has just finished
     return n_removed
-
-
-@contextmanager
-def _temporary(path: Path, data: bytes, mode: int) -> Iterator[Path]:
-    """A synced file next to `path` that holds `data`; gone after the block unless renamed."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    with storage_errors("create temporary for", path):
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    try:
-        _fill(fd, path, data)
-        yield temporary
-    finally:
-        with suppress(OSError):
-            os.unlink(temporary)
 
 
 def _fill(fd: int, path: Path, data: bytes) -> None:

@@ -10,12 +10,13 @@ the first NUL and models do emit NUL.
 from __future__ import annotations
 
 import json
-import math
 import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from itertools import accumulate
+from json.encoder import encode_basestring
+from math import isfinite
 from typing import Any, TypeAlias, get_args
 
 import h5py
@@ -168,8 +169,10 @@ def build_columns(groups: list[Group]) -> Columns:
         "episodes/reward": _floats(e.reward for e in episodes),
         "episodes/advantage": _floats(e.advantage for e in episodes),
         "episodes/reward_parts": np.array(
-            [[e.reward_parts.get(n, np.nan) for n in part_names] for e in episodes], "f4"
-        ).reshape(len(episodes), len(part_names)),
+            [[e.reward_parts.get(n, np.nan) for e in episodes] for n in part_names], "f4"
+        )
+        .reshape(len(part_names), len(episodes))
+        .T.copy(),
         "episodes/finish_reason": np.array(
             [FINISH_REASONS.index(_disk_finish_reason(e)) for e in episodes], FINISH_REASON_TYPE
         ),
@@ -349,16 +352,21 @@ def _episode(columns: Columns, p: int, n: int, prompt: Prompt) -> Episode:
 
 def _check_group(group: Group) -> None:
     """Refuse what could not be read back, naming the group, before any byte is written."""
-    ids = {e.group_id for e in group}
-    if len(ids) != 1:
-        raise ShardError(f"a group needs episodes of one group id, got ids {sorted(ids)}")
-    where = f"group {group[0].group_id}"
+    group_id = group[0].group_id
     for episode in group:
-        values = [episode.reward, episode.advantage, *episode.reward_parts.values()]
-        if not all(v is None or math.isfinite(v) for v in values):
-            raise ShardError(f"{where}: reward, part or advantage is not finite: {values}")
+        if episode.group_id != group_id:
+            ids = sorted({e.group_id for e in group})
+            raise ShardError(f"a group needs episodes of one group id, got ids {ids}")
         if not 0 <= episode.sample_index < MAX_SAMPLES:
-            raise ShardError(f"{where}: sample index {episode.sample_index} is out of range")
+            raise ShardError(
+                f"group {group_id}: sample index {episode.sample_index} is out of range"
+            )
+        values = (episode.reward, episode.advantage, *episode.reward_parts.values())
+        for value in values:
+            if value is not None and not isfinite(value):
+                raise ShardError(
+                    f"group {group_id}: reward, part or advantage is not finite: {list(values)}"
+                )
 
 
 def _check_counts(file: h5py.File, columns: Columns) -> None:
@@ -476,7 +484,9 @@ def _texts(values: Iterable[Any]) -> Array:
 
 def _json(value: Any) -> str:
     """JSON that UTF-8 can carry; readable unless the text holds a lone surrogate."""
-    text = _encode(value)
+    text = encode_basestring(value) if isinstance(value, str) else _encode(value)
+    if text.isascii():
+        return text
     try:
         text.encode()
     except UnicodeEncodeError:

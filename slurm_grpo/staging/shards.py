@@ -13,6 +13,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from math import isnan
@@ -26,10 +27,12 @@ from slurm_grpo.errors import SchemaVersionError, ShardError
 from slurm_grpo.fsio import (
     READ_DEADLINE_S,
     ShortRead,
+    put_in_place,
     read_whole,
     retry_transient,
     storage_errors,
     sync_directory,
+    synced_temporary,
     write_durably,
 )
 from slurm_grpo.rundir import RunDir
@@ -139,9 +142,13 @@ def publish_groups(run: RunDir, groups: list[Group], header: ShardHeader) -> Sha
 def publish_columns(run: RunDir, columns: Columns, header: ShardHeader) -> ShardRef:
     """`publish_groups` for groups that are columns already."""
     image = layout.build_image(columns, header)
-    name = ShardName.of(columns, header, image)
-    write_durably(run.episodes / name.file_name, image)
-    return _ref(run, name, _group_refs(columns))
+    path = run.episodes / f"e{header.engine_id:03d}-s{header.sequence:06d}.h5"
+    with ThreadPoolExecutor(1) as pool:  # names and describes the shard while the disk works
+        name = pool.submit(ShardName.of, columns, header, image)
+        groups = pool.submit(_group_refs, columns)
+        with synced_temporary(path, image) as temporary:
+            put_in_place(temporary, run.episodes / name.result().file_name)
+    return _ref(run, name.result(), groups.result())
 
 
 def verify_shard(run: RunDir, ref: ShardRef, *, deadline_s: float = READ_DEADLINE_S) -> None:

@@ -65,7 +65,7 @@ def test_a_full_disk_is_named_and_publishing_works_once_there_is_room(small_disk
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(100 * 1024))
     groups = [make_group(i) for i in range(4)]
-    with pytest.raises(StorageError, match=r"write .*/episodes/v0+-.*No space left.*free space"):
+    with pytest.raises(StorageError, match=r"write .*/episodes/e000-s.*No space left.*free space"):
         publish_groups(run, groups, make_header())
     assert list(run.episodes.iterdir()) == []
     ballast.unlink()
@@ -129,7 +129,7 @@ def read_only_root() -> Iterator[Path]:
 
 @pytest.mark.usefixtures("unprivileged")
 def test_a_read_only_directory_is_named(read_only_root: Path) -> None:
-    with pytest.raises(StorageError, match=r"create temporary for .*/episodes/v0.*permissions"):
+    with pytest.raises(StorageError, match=r"create temporary for .*/episodes/e000-s.*permissions"):
         publish_groups(make_run(read_only_root), [make_group(0)], make_header())
 
 
