@@ -60,12 +60,15 @@ class RunIndex:
     damaged one."""
 
     def read(self, path: str, action: Callable[[h5py.File], T]) -> T | None:
-        """`action` of the open shard at `path`; None when it is damaged, which is logged once."""
+        """`action` of the open shard at `path`; None when it is damaged, which is logged once, or
+        when a live run has retired it meanwhile."""
         try:
             with open_shard(self.run.root / path) as file:
                 return action(file)
         except (StorageError, OSError) as error:
-            self.skip(path, str(error))
+            gone = isinstance(error, FileNotFoundError)
+            if not gone or path not in read_ledger(self.run).retired:
+                self.skip(path, str(error))
             return None
 
     def skip(self, path: str, reason: str) -> None:

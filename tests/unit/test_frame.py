@@ -16,6 +16,7 @@ from slurm_grpo.errors import AnalysisError
 from slurm_grpo.metrics import MetricsWriter
 from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging import layout
+from slurm_grpo.staging.ledger import record_retired
 from slurm_grpo.staging.shards import publish_groups
 from slurm_grpo.sweep import Element, write_elements
 
@@ -142,6 +143,18 @@ def test_of_two_valid_copies_of_a_group_the_one_trained_on_counts(tmp_path: Path
     table = open_run(run.root).episodes(["engine_id", "episode_id"])
     assert list(table.engine_id) == [7, 7]
     assert table.episode_id.is_unique
+
+
+def test_a_shard_retired_since_the_run_was_opened_is_no_damage_but_a_vanished_one_is(
+    run: RunDir,
+) -> None:
+    opened = open_run(run.root)
+    retired, vanished = (shard.path for shard in opened.index.shards[:2])
+    record_retired(run, [retired], step=1, attempt=0)
+    for path in (retired, vanished):
+        (run.root / path).unlink()
+    assert set(opened.episodes().group_id).isdisjoint({0, 1, 2})
+    assert list(opened.damaged) == [vanished]
 
 
 def test_damaged_shards_are_named_and_left_out(
