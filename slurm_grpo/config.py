@@ -254,7 +254,7 @@ class WeightSyncConfig:
     """The broadcast of new weights to the engines."""
 
     bucket_mib: Size = 32
-    """Size of one broadcast, MiB; five of them are held at most."""
+    """Size of one broadcast, MiB; on a GPU five are held at most."""
     door_timeout_s: Positive = 300.0
     """Seconds an engine may take to come to the door before it is given up and restarted."""
     transfer_timeout_s: Positive = 120.0

@@ -165,8 +165,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM, usage=_USAGE, add_help=False, allow_abbrev=False
     )
-    parser.add_argument("--resume", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--site", type=Path, metavar="SITE.yaml")
+    parser.add_argument("--resume", type=_path, metavar="RUN_DIR")
+    parser.add_argument("--site", type=_path, metavar="SITE.yaml")
     for names in (
         ("-h", "--help"),
         ("--dry-run", "--dry_run"),
@@ -183,6 +183,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             "configuration. Leave one of them out."
         )
     return found
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got nothing")
+    return Path(text)
 
 
 def describe(run: RunDir, cfg: Config) -> str:

@@ -163,8 +163,8 @@ def _of_episodes(values: Callable[[OpenShard], Any], how: str, description: str)
     return TableColumn(read, description)
 
 
-def _rewards(how: str) -> TableColumn:
-    return _of_episodes(lambda shard: shard.scored.astype("f8"), how, "Of those scored")
+def _rewards(how: str, dtype: str = "f8") -> TableColumn:
+    return _of_episodes(lambda shard: shard.scored.astype(dtype), how, "Of those scored")
 
 
 def _versions(end: str, description: str) -> TableColumn:
@@ -239,8 +239,8 @@ GROUP_COLUMNS: dict[str, TableColumn] = _SHARED | {
     ),
     "reward_mean": _rewards("mean"),
     "reward_std": _rewards("std"),
-    "reward_min": _rewards("min"),
-    "reward_max": _rewards("max"),
+    "reward_min": _rewards("min", "f4"),
+    "reward_max": _rewards("max", "f4"),
     "zero_spread": TableColumn(
         lambda *of: _rewards("nunique").read(*of) <= 1, "All rewards are equal: no gradient"
     ),

@@ -38,8 +38,9 @@ from slurm_grpo.config_values import nearest
 from slurm_grpo.errors import AnalysisError
 from slurm_grpo.metrics import Row, read_metrics, valid_rows
 from slurm_grpo.run_state import MANIFEST
+from slurm_grpo.rundir import RunDir
 from slurm_grpo.staging.layout import BY_PATH, MAX_SAMPLES, Array
-from slurm_grpo.sweep import find_sweep
+from slurm_grpo.sweep import read_manifest
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -60,7 +61,8 @@ def open_runs(paths: str | Path | Iterable[str | Path]) -> RunSet:
     if isinstance(paths, str | Path):
         if not (Path(paths) / MANIFEST).is_file():
             return RunSet([open_run(paths)])
-        elements = [element.run for element in find_sweep(str(paths))]
+        folder = Path(paths).absolute()
+        elements = [RunDir(folder / Path(row["run_dir"]).name) for row in read_manifest(folder)]
         paths = [run.root for run in elements if run.attempt_numbers()]
         if len(paths) < len(elements):
             logger.warning("%d of %d have not begun", len(elements) - len(paths), len(elements))

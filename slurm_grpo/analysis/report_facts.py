@@ -88,7 +88,7 @@ class Facts:
 
     def summarize(self, by: str) -> pd.DataFrame:
         """One row per value of the column `by`, which episodes and groups have. The last columns
-        are the reward's parts."""
+        are the reward's parts, by their columns' names."""
         of = self.episodes.groupby(by, observed=True)
         prompts = self.groups.groupby(by, observed=True)
         return pd.DataFrame(
@@ -103,7 +103,7 @@ class Facts:
                 "stale": of["staleness"].mean().astype("f8"),
                 "unique": prompts["n_unique_answers"].sum() / prompts["n_episodes"].sum(),
                 "mismatch": of["mismatch"].mean(),
-                **{name: of[column].mean() for name, column in self.columns.parts.items()},
+                **{column: of[column].mean() for column in self.columns.parts.values()},
             }
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -60,8 +61,8 @@ def summary_text(run: RunData, *, max_rows: int, max_width: int, score: str | No
     if len(episodes):
         first = episodes["version"].min()
         size = math.ceil((int(episodes["version"].max() - first) + 1) / max_rows)
-        for frame in (episodes, groups):
-            frame["versions"] = (frame["version"] - first) // size * size + first
+        for of in (episodes, groups):
+            of["versions"] = (of["version"] - first) // size * size + first
         by_version = facts.summarize("versions")
         by_version.index = [_version(int(v), size) for v in by_version.index]
         by_task = facts.summarize("task").drop(columns="mismatch")
@@ -69,9 +70,10 @@ def summary_text(run: RunData, *, max_rows: int, max_width: int, score: str | No
         hidden = ["prompts", "errors"]
         parts = facts.columns.parts
         if len(parts) == 1 and episodes["reward"].equals(episodes[next(iter(parts.values()))]):
-            hidden += parts  # the part is the reward
-        for name, part in (("version", by_version), ("task", by_task)):
-            lines += ["", _text(part.drop(columns=hidden), name, max_width)]
+            hidden += parts.values()  # the part is the reward
+        names = {column: name for name, column in parts.items()}
+        for label, frame in (("version", by_version), ("task", by_task)):
+            lines += ["", _text(frame.drop(columns=hidden), label, names, max_width)]
         lines += ["", LEGEND]
     return "\n".join(lines)
 
@@ -82,14 +84,15 @@ def _version(first: int, size: int) -> str:
     return f"{first}-{first + size - 1}"
 
 
-def _text(frame: pd.DataFrame, name: str, max_width: int) -> str:
+def _text(frame: pd.DataFrame, label: str, names: Mapping[str, str], max_width: int) -> str:
+    """`names` of columns where they differ: a part may be called like another column."""
     formats = {"episodes": ",.0f", "length": ",.1f", "cut": ".0%", "zero": ".0%", "stale": ".2f"}
     formats |= {"unique": ".2f", "mismatch": ".1e"}
 
     def cell(column: str, value: float) -> str:
         return "-" if pd.isna(value) else format(value, formats.get(column, ".3f"))
 
-    columns = {column: [cell(column, v) for v in frame[column]] for column in frame}
-    labels = [str(label) for label in frame.index]
-    rows = list(zip(labels, *columns.values(), strict=True))
-    return table([name, *columns], rows, max_width)
+    columns = [[cell(column, v) for v in frame[column]] for column in frame]
+    header = [label, *(names.get(column, column) for column in frame)]
+    rows = list(zip(map(str, frame.index), *columns, strict=True))
+    return table(header, rows, max_width)

@@ -13,7 +13,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from slurm_grpo.config import Config
 from slurm_grpo.control.assignment import Assignment
@@ -110,8 +110,7 @@ class Scheduler:
         """
         check_kind(peer, kind)
         sender = self._known(peer)
-        if missing := _keys(kind) - body.keys():
-            raise MessageError(f"{peer}: {kind}: {', '.join(sorted(missing))} missing.")
+        _check_body(peer, kind, body)
         if incarnation > sender.incarnation:
             self._start(sender, incarnation, now)
         if incarnation < sender.incarnation or sender.state == "down":
@@ -120,10 +119,10 @@ class Scheduler:
         getattr(self, f"_on_{kind}")(sender, **body)
         self._is_assigning_due |= kind != "heartbeat"
 
-    def _on_heartbeat(self, sender: _Peer, **_: Any) -> None:
+    def _on_heartbeat(self, sender: _Peer, /, **_: Any) -> None:
         pass
 
-    def _on_hello(self, sender: _Peer, host: str, pid: int, log: str, **_: Any) -> None:
+    def _on_hello(self, sender: _Peer, /, host: str, pid: int, log: str, **_: Any) -> None:
         sender.host, sender.pid, sender.log = host, pid, log
         if sender.name.startswith("trainer-") and sender.name != LEADER:
             sender.state = "ready"
@@ -131,30 +130,30 @@ class Scheduler:
 
     # Messages of engines
 
-    def _on_ready(self, sender: _Engine, probe: list[int], **_: Any) -> None:
+    def _on_ready(self, sender: _Engine, /, probe: list[int], **_: Any) -> None:
         sender.state = "ready"
         sender.probe = probe
         self._touch(sender)
         self._refresh_door()
 
-    def _on_at_door(self, sender: _Engine, epoch: int, version: int, **_: Any) -> None:
+    def _on_at_door(self, sender: _Engine, /, epoch: int, version: int, **_: Any) -> None:
         if self._door.arrived(sender.engine_id, epoch, version):
             self._touch_views(*self._engines)
         self._touch_views(sender)
 
     def _on_received(
-        self, sender: _Engine, epoch: int, version: int, digest: Any, **_: Any
+        self, sender: _Engine, /, epoch: int, version: int, digest: Any, **_: Any
     ) -> None:
         self._door.received(sender.engine_id, epoch, version, digest)
         self._touch()
 
     def _on_receive_failed(
-        self, sender: _Engine, epoch: int, version: int, error: str, **_: Any
+        self, sender: _Engine, /, epoch: int, version: int, error: str, **_: Any
     ) -> None:
         self._door.failed(sender.engine_id, epoch, version, error)
         self._touch()
 
-    def _on_installed(self, sender: _Engine, version: int, **stats: Any) -> None:
+    def _on_installed(self, sender: _Engine, /, version: int, **stats: Any) -> None:
         if version != sender.committed:
             raise MessageError(
                 f"{sender.name}: installed {version}, but {sender.committed} was committed."
@@ -164,25 +163,46 @@ class Scheduler:
         sender.stats = {"version": version, **stats}
         self._touch(sender)
 
-    def _on_announce(self, sender: _Engine, shard: Body, **_: Any) -> None:
+    def _on_announce(self, sender: _Engine, /, shard: Body, **_: Any) -> None:
         settled = self._assignment.announce(shard)
         self._touch(sender, *(self._engines[e] for e in settled))
 
     def _on_eval_result(
-        self, sender: _Engine, eval_id: str, start: int, stop: int, **sums: Any
+        self,
+        sender: _Engine,
+        /,
+        eval_id: str,
+        start: int,
+        stop: int,
+        n: int,
+        n_judged: int,
+        n_correct: int,
+        reward_sum: float,
+        n_tokens: int,
+        n_truncated: int,
+        **_: Any,
     ) -> None:
+        sums = {
+            "n": n,
+            "n_judged": n_judged,
+            "n_correct": n_correct,
+            "reward_sum": reward_sum,
+            "n_tokens": n_tokens,
+            "n_truncated": n_truncated,
+        }
         self._evaluations.result(sender.engine_id, eval_id, start, stop, sums)
         self._touch(sender)
 
     # Messages of trainer rank 0
 
-    def _on_trainer_store(self, sender: _Peer, address: str, **_: Any) -> None:
+    def _on_trainer_store(self, sender: _Peer, /, address: str, **_: Any) -> None:
         self._trainer_store = address
         self._touch(*self._trainers)
 
     def _on_begin(
         self,
         sender: _Peer,
+        /,
         next_group: int,
         n_dropped: int,
         consumed: list[int],
@@ -193,7 +213,7 @@ class Scheduler:
         sender.state = "ready"
         self._touch()
 
-    def _on_open_door(self, sender: _Peer, version: int, store: str, **_: Any) -> None:
+    def _on_open_door(self, sender: _Peer, /, version: int, store: str, **_: Any) -> None:
         unfinished = self._evaluations.unfinished_before(version)
         if unfinished:
             raise MessageError(
@@ -204,12 +224,12 @@ class Scheduler:
         self._touch_views(*self._engines)
 
     def _on_sync_failed(
-        self, sender: _Peer, epoch: int, version: int, reason: str, **_: Any
+        self, sender: _Peer, /, epoch: int, version: int, reason: str, **_: Any
     ) -> None:
         concerned = self._door.sync_failed(epoch, version, self._ready(), self._now)
         self._touch(*(self._engines[e] for e in concerned))
 
-    def _on_commit(self, sender: _Peer, epoch: int, version: int, **_: Any) -> None:
+    def _on_commit(self, sender: _Peer, /, epoch: int, version: int, **_: Any) -> None:
         holders = self._door.commit(epoch, version)
         self._version = version
         for engine in (self._engines[k] for k in holders):
@@ -219,23 +239,23 @@ class Scheduler:
         self._touch_views(*self._engines)
 
     def _on_consumed(
-        self, sender: _Peer, step: int, group_ids: list[int], dropped: list[int], **_: Any
+        self, sender: _Peer, /, step: int, group_ids: list[int], dropped: list[int], **_: Any
     ) -> None:
         settled = self._assignment.consumed(group_ids, dropped)
         self._touch(*(self._engines[e] for e in settled))
 
-    def _on_lost(self, sender: _Peer, group_ids: list[int], **_: Any) -> None:
+    def _on_lost(self, sender: _Peer, /, group_ids: list[int], **_: Any) -> None:
         self._assignment.lost(group_ids)
         self._touch()
 
-    def _on_evaluate(self, sender: _Peer, eval_id: str, version: int, n: int, **_: Any) -> None:
+    def _on_evaluate(self, sender: _Peer, /, eval_id: str, version: int, n: int, **_: Any) -> None:
         self._evaluations.request(eval_id, version, n)
         self._touch()
 
-    def _on_progress(self, sender: _Peer, **body: Any) -> None:
+    def _on_progress(self, sender: _Peer, /, **body: Any) -> None:
         self.progress = body
 
-    def _on_finish(self, sender: _Peer, status: str, **_: Any) -> None:
+    def _on_finish(self, sender: _Peer, /, status: str, **_: Any) -> None:
         self.finished = status
         self._touch(*self._engines)
 
@@ -467,9 +487,45 @@ class Scheduler:
         self._touch(*(self._engines[e] for e in given))
 
 
+def _check_body(peer: str, kind: str, body: Any) -> None:
+    """Raise MessageError unless `body` has what the handler of `kind` takes, and perhaps more."""
+    if not isinstance(body, dict):
+        raise MessageError(f"{peer}: {kind}: the body is no object: {str(body)[:200]}.")
+    arguments = _arguments(kind)
+    if missing := arguments.keys() - body.keys():
+        raise MessageError(f"{peer}: {kind}: {', '.join(sorted(missing))} missing.")
+    for name, expected in arguments.items():
+        if not _fits(body[name], expected):
+            raise MessageError(
+                f"{peer}: {kind}: {name} has the unusable value {str(body[name])[:200]!r}."
+            )
+
+
 @functools.cache
-def _keys(kind: str) -> frozenset[str]:
-    """What a message of this kind must hold: the arguments of its handler."""
+def _arguments(kind: str) -> dict[str, Any]:
+    """The annotation of every argument of the handler of `kind`."""
     handler = getattr(Scheduler, f"_on_{kind}")
-    parameters = list(inspect.signature(handler).parameters.values())[2:]
-    return frozenset(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
+    hints = get_type_hints(handler)
+    parameters = inspect.signature(handler).parameters.values()
+    return {p.name: hints[p.name] for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
+
+
+def _fits(value: Any, expected: Any) -> bool:
+    """Whether a JSON value is what an annotation says; numbers that count are not negative."""
+    if expected is Any:
+        return True
+    if expected is int:
+        return type(value) is int and value >= 0
+    if expected is float:
+        return type(value) in (int, float)
+    if expected == Body:  # a shard, as `ShardRef.to_json` writes it
+        return (
+            isinstance(value, dict)
+            and isinstance(value.get("path"), str)
+            and isinstance(value.get("groups"), list | tuple)
+            and all(isinstance(g, dict) and _fits(g.get("group_id"), int) for g in value["groups"])
+        )
+    if get_origin(expected) is list:
+        [item] = get_args(expected)
+        return isinstance(value, list | tuple) and all(_fits(v, item) for v in value)
+    return isinstance(value, expected)

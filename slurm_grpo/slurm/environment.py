@@ -38,9 +38,10 @@ _LEFTOVERS = (
 )
 _KEPT = ("SLURM_CONF",)
 
-KEEPS_FREED_MEMORY = dict.fromkeys(
-    ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), str(256 << 20)
-)
+KEEPS_FREED_MEMORY = {
+    "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # before 2.35 it refuses more
+}
 """Tells glibc to keep up to 256 MiB of freed memory: getting it anew, page by page, takes as long
 as building a shard."""
 

@@ -352,6 +352,8 @@ def _episode(columns: Columns, p: int, n: int, prompt: Prompt) -> Episode:
 
 def _check_group(group: Group) -> None:
     """Refuse what could not be read back, naming the group, before any byte is written."""
+    if not group:
+        raise ShardError("a group needs episodes, got none")
     group_id = group[0].group_id
     for episode in group:
         if episode.group_id != group_id:

@@ -90,7 +90,7 @@ def _lookup_problem(module: str, function: str, module_dir: str | None) -> str |
         return f"{spec.origin} is not valid Python: {error}."
     symbols = table.get_symbols()
     bound = {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
-    if function in bound or b"import *" in source:
+    if function in bound or re.search(rb"import[\s\\(]*\*", source):
         return None
     functions = {t.get_name() for t in table.get_children() if t.get_type() == "function"} & bound
     return (

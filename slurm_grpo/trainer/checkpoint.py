@@ -94,6 +94,7 @@ def export_hf(run: RunDir, step: int, learner: Learner) -> Path:
                         tensors = {name: held.pop(name) for name in names}
                         save_file(tensors, work / file, metadata={"format": "pt"})
         if leads:
+            assert not held, f"tensors in no file of the plan: {sorted(held)}"
             if plan.is_sharded:
                 index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
                 text = json.dumps(index, indent=1)

@@ -54,6 +54,7 @@ def test_a_local_run_is_seen_at_work_and_cancelled(
         assert live_supervisor_here(run) == supervisor.pid
         assert main(["cancel", str(run.root)]) == ExitCode.OK
         assert capsys.readouterr().out == f"{run.root}: cancelled.\n"
+        assert live_supervisor_here(run) is None
         assert supervisor.wait(60) == 128 + 15
         assert stand(run).word == "interrupted"
     finally:

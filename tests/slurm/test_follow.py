@@ -217,6 +217,7 @@ def test_a_run_is_followed_across_a_requeue_cancelled_and_resumed(
 
         assert main(["cancel", name]) == ExitCode.OK
         assert capsys.readouterr().out == f"{name}: cancelled.\n"
+        assert [row.state for row in cluster.squeue(job.job)] == ["CANCELLED", "CANCELLED"]
         assert job.wait_end() == ["CANCELLED", "CANCELLED"]
         assert status(name, capsys)["state"] in ("cancelled", "interrupted")
         assert follower.wait(180) == 0  # it asks Slurm every half a minute

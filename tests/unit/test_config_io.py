@@ -335,11 +335,13 @@ def test_a_scorer_that_would_not_load_is_refused(name: str, expected: str, folde
 def test_a_users_scorer_is_found_next_to_the_configuration_and_remembered(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    write(folder, "from base import*\n", "own/star.py")
     write(folder, "try:\n    import a as f\nexcept ImportError:\n    f = None\n", "own/rewards.py")
     write(folder, "model: {path: ../model}\ntask: {scorer: {name: 'rewards:f'}}\n", "own/c.yaml")
     monkeypatch.chdir("/")
     cfg = load_config(folder / "own/c.yaml", ["--run.runs_dir", str(folder)])
     assert cfg.task.scorer.module_dir == str(folder / "own")
+    load_config(folder / "own/c.yaml", ["--task.scorer.name", "star:whatever_base_has"])
 
 
 def test_a_bad_regular_expression_is_refused(folder: Path) -> None:

@@ -270,6 +270,8 @@ def test_a_sweep_adds_the_keys_that_vary(tmp_path: Path, caplog: pytest.LogCaptu
     assert list(table.run) == ["run-0", "run-0", "run-1", "run-1"]
     assert list(table["trainer.optimizer.lr"]) == [1e-5, 1e-5, 3e-5, 3e-5]
     assert "1 of 3 have not begun" in caplog.text
+    elements[2].run.config.unlink()
+    assert len(open_runs(tmp_path).runs) == 2
     runs = open_runs([element.run.root for element in elements])
     assert list(runs.groups(["reward_mean"])["trainer.optimizer.lr"]) == [1e-5, 3e-5]
     for run, stop in zip([e.run for e in elements[:2]], ("[]", "[a, b]"), strict=True):

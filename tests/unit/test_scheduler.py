@@ -147,6 +147,19 @@ def test_a_replaced_incarnation_is_told_to_stop() -> None:
         ("engine-0", "commit", {"epoch": 1, "version": 0}, "unknown message 'commit'"),
         ("engine-0", "at_door", {"epoch": 1}, "at_door: version missing"),
         (LEADER, "begin", {"n_dropped": 0}, "begin: available, consumed, next_group missing"),
+        ("engine-0", "at_door", {"epoch": -1, "version": 0}, "epoch has the unusable value '-1'"),
+        ("engine-0", "installed", {"version": True}, "version has the unusable value 'True'"),
+        ("engine-0", "announce", {"shard": {"path": "x"}}, "shard has the unusable value"),
+        (
+            "engine-0",
+            "announce",
+            {"shard": {"path": "x", "groups": [{}]}},
+            "shard has the unusable",
+        ),
+        ("engine-0", "eval_result", {"eval_id": "0", "start": 0, "stop": 1}, "n, n_correct, n_jud"),
+        (LEADER, "consumed", {"step": 1, "group_ids": ["a"], "dropped": []}, "group_ids has the"),
+        (LEADER, "finish", {"status": None}, "status has the unusable value 'None'"),
+        (LEADER, "progress", ["step", 1], "progress: the body is no object"),
     ],
 )
 def test_a_malformed_message_is_refused_by_name(
@@ -155,6 +168,12 @@ def test_a_malformed_message_is_refused_by_name(
     with pytest.raises(MessageError) as error:
         Scheduler(config()).handle(peer, 0, kind, body, 0.0)
     assert text in str(error.value)
+
+
+def test_keys_called_like_a_handlers_own_are_only_keys() -> None:
+    scheduler = Scheduler(config())
+    scheduler.handle(LEADER, 0, "progress", {"self": 1, "sender": 2}, 0.0)
+    assert scheduler.progress == {"self": 1, "sender": 2}
 
 
 # Speed

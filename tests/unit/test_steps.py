@@ -81,7 +81,7 @@ def test_leftovers_of_a_surrounding_job_do_not_reach_a_role(tmp_path: Path) -> N
         "OMP_WAIT_POLICY": "PASSIVE",
         "KMP_BLOCKTIME": "0",
         "MALLOC_TRIM_THRESHOLD_": "268435456",
-        "MALLOC_MMAP_THRESHOLD_": "268435456",
+        "MALLOC_MMAP_THRESHOLD_": "33554432",
         "SLURM_GRPO_RUN_DIR": str(tmp_path.resolve()),
         "SLURM_GRPO_ATTEMPT": "2",
         "SLURM_GRPO_PEER": "engine-1",

@@ -288,6 +288,7 @@ def test_the_configuration_wins_over_the_site_file_and_options_over_both(
     [
         (["--test-only"], "--test-only: asks Slurm, and cluster.kind is local"),
         (["--resume"], "--resume: expected one argument"),
+        (["--resume", ""], "--resume: expected a path, got nothing"),
         (["--site"], "--site: expected one argument"),
         (["--site", "gone.yaml"], "cannot read the configuration gone.yaml"),
         (["--cluster.kind", "slurm", "--cluster.python", "/bin/sh"], "sbatch: no such command"),

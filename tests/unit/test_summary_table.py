@@ -10,6 +10,7 @@ import pytest
 from sample_episodes import begin_attempt, make_group, make_header, make_run, train_step
 from slurm_grpo import cli
 from slurm_grpo.analysis import open_run
+from slurm_grpo.analysis.report_facts import Facts
 from slurm_grpo.analysis.summary_table import summary_text
 from slurm_grpo.metrics import MetricsWriter
 from slurm_grpo.rundir import RunDir
@@ -42,6 +43,22 @@ def rows(text: str, name: str) -> dict[str, dict[str, str]]:
     block = lines[start : lines.index("", start)]
     header, *body = (line.split() for line in block)
     return {cells[0]: dict(zip(header, cells, strict=True)) for cells in body}
+
+
+def test_parts_may_be_called_like_other_columns(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "test")
+    begin_attempt(run, 0, 0)
+    parts = {"length": 0.25, "task": 0.5, "prompts": 0.75}
+    group = [replace(e, reward_parts=parts) for e in make_group(0, n_tokens=4)]
+    publish_groups(run, [group], make_header())
+    text = summary_text(open_run(run.root), max_rows=20, max_width=200)
+    lines = [line.split() for line in text.split("\n")]
+    start = next(i for i, line in enumerate(lines) if line[:1] == ["task"])
+    shown = list(zip(lines[start], lines[start + 1], strict=True))
+    assert {("length", "4.0"), ("length", "0.250"), ("task", "0.500"), ("prompts", "0.750")} <= {
+        *shown
+    }
+    assert Facts(open_run(run.root)).tasks["length"].tolist() == [4.0]
 
 
 def test_versions_and_tasks_are_summed_up(run: RunDir) -> None:
