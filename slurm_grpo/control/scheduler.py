@@ -9,11 +9,9 @@ so that tests simulate time.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias
 
 from slurm_grpo.config import Config
 from slurm_grpo.control.assignment import Assignment
@@ -23,6 +21,7 @@ from slurm_grpo.control.messages import (
     LEADER,
     Body,
     MessageError,
+    check_body,
     check_kind,
     engine_name,
     trainer_name,
@@ -110,13 +109,14 @@ class Scheduler:
         """
         check_kind(peer, kind)
         sender = self._known(peer)
-        _check_body(peer, kind, body)
+        take = getattr(self, f"_on_{kind}")
+        check_body(peer, kind, body, take)
         if incarnation > sender.incarnation:
             self._start(sender, incarnation, now)
         if incarnation < sender.incarnation or sender.state == "down":
             return
         self._now = sender.last_seen = now
-        getattr(self, f"_on_{kind}")(sender, **body)
+        take(sender, **body)
         self._is_assigning_due |= kind != "heartbeat"
 
     def _on_heartbeat(self, sender: _Peer, /, **_: Any) -> None:
@@ -485,47 +485,3 @@ class Scheduler:
             n_ready = sum(e.state == "ready" for e in self._engines)
             given |= self._assignment.assign(versions, n_ready)
         self._touch(*(self._engines[e] for e in given))
-
-
-def _check_body(peer: str, kind: str, body: Any) -> None:
-    """Raise MessageError unless `body` has what the handler of `kind` takes, and perhaps more."""
-    if not isinstance(body, dict):
-        raise MessageError(f"{peer}: {kind}: the body is no object: {str(body)[:200]}.")
-    arguments = _arguments(kind)
-    if missing := arguments.keys() - body.keys():
-        raise MessageError(f"{peer}: {kind}: {', '.join(sorted(missing))} missing.")
-    for name, expected in arguments.items():
-        if not _fits(body[name], expected):
-            raise MessageError(
-                f"{peer}: {kind}: {name} has the unusable value {str(body[name])[:200]!r}."
-            )
-
-
-@functools.cache
-def _arguments(kind: str) -> dict[str, Any]:
-    """The annotation of every argument of the handler of `kind`."""
-    handler = getattr(Scheduler, f"_on_{kind}")
-    hints = get_type_hints(handler)
-    parameters = inspect.signature(handler).parameters.values()
-    return {p.name: hints[p.name] for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
-
-
-def _fits(value: Any, expected: Any) -> bool:
-    """Whether a JSON value is what an annotation says; numbers that count are not negative."""
-    if expected is Any:
-        return True
-    if expected is int:
-        return type(value) is int and value >= 0
-    if expected is float:
-        return type(value) in (int, float)
-    if expected == Body:  # a shard, as `ShardRef.to_json` writes it
-        return (
-            isinstance(value, dict)
-            and isinstance(value.get("path"), str)
-            and isinstance(value.get("groups"), list | tuple)
-            and all(isinstance(g, dict) and _fits(g.get("group_id"), int) for g in value["groups"])
-        )
-    if get_origin(expected) is list:
-        [item] = get_args(expected)
-        return isinstance(value, list | tuple) and all(_fits(v, item) for v in value)
-    return isinstance(value, expected)
