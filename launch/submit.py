@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from any directory
 
-from slurm_grpo.launch_cli import main
+from slurm_grpo.commands.submit import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from slurm_grpo import errors
-from slurm_grpo.config import Config
-from slurm_grpo.config_io import read_frozen
+from slurm_grpo.config.loading import read_frozen
+from slurm_grpo.config.schema import Config
+from slurm_grpo.control.role_process import RoleContext, run_role
 from slurm_grpo.fsio import write_durably
-from slurm_grpo.metrics import MetricsWriter
-from slurm_grpo.role_process import RoleContext, run_role
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.metrics import MetricsWriter
 
 STORE = "127.0.0.1:1"
 
@@ -172,7 +172,7 @@ def play(context: RoleContext) -> None:
 
 
 def supervise(root: Path) -> int:
-    from slurm_grpo import supervisor
+    from slurm_grpo.supervisor import supervisor
 
     run = RunDir(root)
     cfg: Config = read_frozen(run.config)

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from slurm_grpo.metrics import read_metrics
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.metrics import read_metrics
 from slurm_grpo.staging.verify import verify_run
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from slurm_grpo.metrics import read_run_metrics
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.metrics import read_run_metrics
 from slurm_grpo.staging.manifest import Manifest, read_manifest
 from slurm_grpo.staging.shards import read_groups, read_ref
 from slurm_grpo.types import Group

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from slurm_grpo.checkpoint_dirs import COMPLETE
-from slurm_grpo.config import AlgorithmConfig, Config
-from slurm_grpo.config_io import freeze_config
+from slurm_grpo.config.loading import freeze_config
+from slurm_grpo.config.schema import AlgorithmConfig, Config
 from slurm_grpo.fsio import write_durably
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.checkpoints import COMPLETE
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging.layout import ShardHeader
 from slurm_grpo.staging.manifest import Manifest, publish_manifest
 from slurm_grpo.staging.shards import ShardRef, publish_groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slurm_grpo.config import (
+from slurm_grpo.config.schema import (
     AlgorithmConfig,
     Config,
     EngineConfig,

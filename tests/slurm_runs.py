@@ -13,9 +13,9 @@ from typing import Any
 
 import runs
 from slurm_cluster import Cluster
-from slurm_grpo import proctree
-from slurm_grpo.checkpoint_dirs import latest_complete
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run import proctree
+from slurm_grpo.run.checkpoints import latest_complete
+from slurm_grpo.run.directory import RunDir
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 

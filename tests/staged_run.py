@@ -9,13 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from sample_episodes import assert_same_groups, make_group, make_header, make_run, mark_saved
-from slurm_grpo.attempt import take_attempt
-from slurm_grpo.checkpoint_dirs import COMPLETE, complete_steps, latest_complete
-from slurm_grpo.config import AlgorithmConfig, Config, StagingConfig
-from slurm_grpo.config_io import freeze_config
+from slurm_grpo.config.loading import freeze_config
+from slurm_grpo.config.schema import AlgorithmConfig, Config, StagingConfig
 from slurm_grpo.errors import SlurmGrpoError
 from slurm_grpo.fsio import write_durably
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.attempt import take_attempt
+from slurm_grpo.run.checkpoints import COMPLETE, complete_steps, latest_complete
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging.manifest import Manifest, load_state, publish_manifest
 from slurm_grpo.staging.retention import Retention
 from slurm_grpo.staging.shards import ShardRef, publish_groups, read_groups, verify_shard

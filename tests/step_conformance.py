@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm_grpo import proctree
-from slurm_grpo.slurm.environment import clean_environment
-from slurm_grpo.slurm.steps import Step, StepLauncher, StepSpec
+from slurm_grpo.run import proctree
+from slurm_grpo.supervisor.environment import clean_environment
+from slurm_grpo.supervisor.steps import Step, StepLauncher, StepSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 

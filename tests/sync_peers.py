@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from slurm_grpo.config import (
+from slurm_grpo.config.schema import (
     Config,
     EngineConfig,
     GeneratorConfig,
@@ -132,8 +132,8 @@ class SenderPeer:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from slurm_grpo.control.address import host_address
-        from slurm_grpo.control.policy_group import make_store
-        from slurm_grpo.trainer.weight_sender import WeightSender
+        from slurm_grpo.weights.policy_group import make_store
+        from slurm_grpo.weights.sender import WeightSender
 
         self.cfg = WeightSyncConfig(
             bucket_mib=1, transfer_timeout_s=settings.get("timeout_s", 60.0)
@@ -191,7 +191,7 @@ class SenderPeer:
 
 def _corrupting_group(corrupt_bucket: int | None) -> Any:
     """A policy group whose sender flips one bit of one bucket on its way out."""
-    from slurm_grpo.control.policy_group import PolicyGroup
+    from slurm_grpo.weights.policy_group import PolicyGroup
 
     class CorruptingGroup(PolicyGroup):
         n_buckets = 0

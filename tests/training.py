@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from slurm_grpo.config import (
+from slurm_grpo.config.schema import (
     AlgorithmConfig,
     Config,
     EngineConfig,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from slurm_grpo.errors import NonFiniteError
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.trainer.batching import assign_to_ranks, pack_groups
 from slurm_grpo.trainer.checkpoint import save_checkpoint
 from slurm_grpo.trainer.hf_layers import iter_hf_layers

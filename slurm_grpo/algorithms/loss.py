@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slurm_grpo.config import AlgorithmConfig
+from slurm_grpo.config.schema import AlgorithmConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

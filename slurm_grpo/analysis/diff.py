@@ -20,7 +20,7 @@ from slurm_grpo.analysis.columns import OpenShard
 from slurm_grpo.analysis.frame import RunData, open_run
 from slurm_grpo.analysis.terminal import add_run, say, table, warn_of_damage, width
 from slurm_grpo.errors import ExitCode
-from slurm_grpo.run_state import run_path
+from slurm_grpo.run.state import run_path
 from slurm_grpo.staging.layout import Array
 
 TOKENS = {"tokens": "token_id", "log-probs": "logprob", "versions": "policy_version"}

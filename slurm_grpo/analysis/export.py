@@ -23,9 +23,9 @@ import pyarrow.parquet
 from slurm_grpo.analysis.columns import OpenShard
 from slurm_grpo.analysis.frame import TOKEN_COLUMNS, RunData, open_run
 from slurm_grpo.analysis.terminal import add_run, say, warn_of_damage
-from slurm_grpo.checkpoint_dirs import partial
 from slurm_grpo.errors import AnalysisError, ExitCode
 from slurm_grpo.fsio import storage_errors
+from slurm_grpo.run.checkpoints import partial
 from slurm_grpo.staging.layout import Array
 
 

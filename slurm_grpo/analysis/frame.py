@@ -33,14 +33,14 @@ from slurm_grpo.analysis.columns import (
 )
 from slurm_grpo.analysis.index import RunIndex, ShardEntry, read_index
 from slurm_grpo.analysis.rescored import rescored_columns
-from slurm_grpo.checkpoint_dirs import read_resumed_from
-from slurm_grpo.config_values import nearest
+from slurm_grpo.config.values import nearest
 from slurm_grpo.errors import AnalysisError
-from slurm_grpo.metrics import Row, read_metrics, valid_rows
-from slurm_grpo.run_state import MANIFEST
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.checkpoints import read_resumed_from
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.metrics import Row, read_metrics, valid_rows
+from slurm_grpo.run.state import MANIFEST
 from slurm_grpo.staging.layout import BY_PATH, MAX_SAMPLES, Array
-from slurm_grpo.sweep import read_manifest
+from slurm_grpo.sweeps.directory import read_manifest
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -16,9 +16,9 @@ from typing import TypeVar
 import h5py
 import numpy as np
 
-from slurm_grpo.checkpoint_dirs import read_resumed_from
 from slurm_grpo.errors import AnalysisError, ShardError, StorageError
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.checkpoints import read_resumed_from
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging import layout
 from slurm_grpo.staging.layout import Array
 from slurm_grpo.staging.ledger import read_ledger

@@ -25,14 +25,14 @@ from slurm_grpo.analysis.report_charts import Chart
 from slurm_grpo.analysis.report_episodes import episodes_html
 from slurm_grpo.analysis.report_facts import Change, Facts
 from slurm_grpo.analysis.terminal import add_run, say
-from slurm_grpo.checkpoint_dirs import read_resumed_from
-from slurm_grpo.config import Config
-from slurm_grpo.config_values import option_types
-from slurm_grpo.display import clock, duration
+from slurm_grpo.config.schema import Config
+from slurm_grpo.config.values import option_types
 from slurm_grpo.errors import ExitCode
 from slurm_grpo.fsio import write_durably
-from slurm_grpo.run_state import stand
-from slurm_grpo.summary import read_json
+from slurm_grpo.run.checkpoints import read_resumed_from
+from slurm_grpo.run.state import stand
+from slurm_grpo.run.summary import read_json
+from slurm_grpo.supervisor.display import clock, duration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

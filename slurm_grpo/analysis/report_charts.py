@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from slurm_grpo.analysis import plots
-from slurm_grpo.analysis.plots import Points
 from slurm_grpo.analysis.report_facts import Facts
-from slurm_grpo.summary import evaluation_keys
+from slurm_grpo.run import plots
+from slurm_grpo.run.plots import Points
+from slurm_grpo.run.summary import evaluation_keys
 
 MAX_TASKS = 6
 """Lines, or rows of a heat map, that tasks may have; the most frequent ones are shown."""

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurm_grpo import config_io
 from slurm_grpo.analysis.frame import open_run
 from slurm_grpo.analysis.index import RunIndex, ShardEntry, read_index
 from slurm_grpo.analysis.rescored import (
@@ -30,13 +29,14 @@ from slurm_grpo.analysis.rescored import (
     write_scores,
 )
 from slurm_grpo.analysis.terminal import add_run, say
-from slurm_grpo.config import ScorerConfig
+from slurm_grpo.checks.task import scorer_problems
+from slurm_grpo.config import loading as config_io
+from slurm_grpo.config.schema import ScorerConfig
 from slurm_grpo.errors import ConfigError, ExitCode, ShardError
 from slurm_grpo.fsio import sweep_temporaries
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging.layout import MAX_SAMPLES
 from slurm_grpo.staging.shards import read_groups, read_ref
-from slurm_grpo.tasks.checks import scorer_problems
 from slurm_grpo.tasks.scorer import Scorer
 
 SAY_EVERY_S = 10.0

@@ -26,7 +26,7 @@ from slurm_grpo.analysis.columns import PART as OWN_PART
 from slurm_grpo.analysis.columns import OpenShard, TableColumn, decode
 from slurm_grpo.errors import AnalysisError, ShardError
 from slurm_grpo.fsio import read_whole, storage_errors, write_durably
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging.layout import TEXT, Array
 from slurm_grpo.staging.shards import ShardName, shard_errors
 from slurm_grpo.tasks.scorer import ScoreResult

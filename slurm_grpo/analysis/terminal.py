@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from slurm_grpo.run_state import RUN_HELP, run_path
+from slurm_grpo.run.state import RUN_HELP, run_path
 
 if TYPE_CHECKING:
     from slurm_grpo.analysis.frame import RunData

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a decoder makes of bytes that do not end a character yet."""

@@ -14,8 +14,8 @@ import time
 from contextlib import suppress
 
 from slurm_grpo.errors import ConfigError, DeadlineExceeded, ExitCode
-from slurm_grpo.run_state import RUN_HELP, Standing, find_run, live_supervisor_here, stand
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.state import RUN_HELP, Standing, find_run, live_supervisor_here, stand
 from slurm_grpo.slurm.queue import cancel_jobs
 
 _POLL_S = 1.0

@@ -22,15 +22,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from slurm_grpo.config import ClusterConfig, Config
-from slurm_grpo.config_io import check_config, freeze_config, load_config, with_values
+from slurm_grpo.config.loading import check_config, freeze_config, load_config, with_values
+from slurm_grpo.config.schema import ClusterConfig, Config
 from slurm_grpo.errors import ConfigError, ExitCode, SlurmGrpoError, SlurmUnavailable
 from slurm_grpo.fsio import storage_errors, write_durably
-from slurm_grpo.rundir import RunDir
-from slurm_grpo.slurm.doctor_probe import DONE, MODULE, PEERS, TASKS_S, TOKEN, Finding
+from slurm_grpo.jobs.doctor_probe import DONE, MODULE, PEERS, TASKS_S, TOKEN, Finding
+from slurm_grpo.jobs.submission import expected_start, snapshot_package
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.slurm.queue import ComponentState, cancel_jobs, job_states, run_slurm
 from slurm_grpo.slurm.script import CODE, job_script, node_groups
-from slurm_grpo.slurm.submission import expected_start, snapshot_package
 from slurm_grpo.slurm.submit_env import parse_job_id, run_sbatch
 
 _LOOK_S = 0.5

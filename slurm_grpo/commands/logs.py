@@ -14,8 +14,8 @@ from collections import deque
 from pathlib import Path
 
 from slurm_grpo.errors import ConfigError, ExitCode
-from slurm_grpo.run_state import RUN_HELP, find_run, judge, stand
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.state import RUN_HELP, find_run, judge, stand
 
 _POLL_S = 0.5
 _LOOK_S = 2.0

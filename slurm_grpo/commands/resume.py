@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import argparse
 
-from slurm_grpo.launch_cli import main
-from slurm_grpo.run_state import RUN_HELP, find_run
+from slurm_grpo.commands.submit import main
+from slurm_grpo.run.state import RUN_HELP, find_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

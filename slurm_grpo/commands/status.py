@@ -19,10 +19,14 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from slurm_grpo.checkpoint_dirs import latest_complete
-from slurm_grpo.config import Config
-from slurm_grpo.config_io import read_frozen
-from slurm_grpo.display import (
+from slurm_grpo.config.loading import read_frozen
+from slurm_grpo.config.schema import Config
+from slurm_grpo.errors import ExitCode
+from slurm_grpo.run.checkpoints import latest_complete
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.state import RUN_HELP, Standing, element_number, find_run, stand
+from slurm_grpo.run.summary import evaluations
+from slurm_grpo.supervisor.display import (
     StepFeed,
     before_after,
     clock,
@@ -32,10 +36,6 @@ from slurm_grpo.display import (
     reward_line,
     tokens_per_s,
 )
-from slurm_grpo.errors import ExitCode
-from slurm_grpo.run_state import RUN_HELP, Standing, element_number, find_run, stand
-from slurm_grpo.rundir import RunDir
-from slurm_grpo.summary import evaluations
 
 _N_WARNINGS = 3
 _WARNING = re.compile(r"\S+ (\d\d:\d\d:\d\d),\d+ (?:WARNING|ERROR|CRITICAL) \S+: (.*)")

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slurm_grpo.display import StepFeed, clock, number, sparkline
 from slurm_grpo.errors import ExitCode
-from slurm_grpo.run_state import Standing, stand_all, tally
-from slurm_grpo.sweep import Element, compress, find_sweep, short_names
+from slurm_grpo.run.state import Standing, stand_all, tally
+from slurm_grpo.supervisor.display import StepFeed, clock, number, sparkline
+from slurm_grpo.sweeps.directory import Element, compress, find_sweep, short_names
 
 _SPARK_COLUMNS = 10
 _STYLES = {"done": "green", "running": "cyan", "failed": "red", "died": "red"}

@@ -12,12 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from slurm_grpo.config_values import nearest
-from slurm_grpo.display import clock, number
+from slurm_grpo.config.values import nearest
 from slurm_grpo.errors import ConfigError, ExitCode
-from slurm_grpo.run_state import Standing, stand_all
-from slurm_grpo.summary import build_summary
-from slurm_grpo.sweep import Element, find_sweep, short_names
+from slurm_grpo.run.state import Standing, stand_all
+from slurm_grpo.run.summary import build_summary
+from slurm_grpo.supervisor.display import clock, number
+from slurm_grpo.sweeps.directory import Element, find_sweep, short_names
 
 Cells = dict[str, Any]
 _SHOWN = ("steps", "reward_last", "step_s_median", "wall_s")

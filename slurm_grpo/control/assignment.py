@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from slurm_grpo.config import Config
+from slurm_grpo.config.schema import Config
 from slurm_grpo.control.messages import MessageError
 
 

@@ -23,7 +23,7 @@ import zmq
 from slurm_grpo.control.messages import MessageError
 from slurm_grpo.control.views import HeldView, View
 from slurm_grpo.errors import DeadlineExceeded, SlurmGrpoError, Stopped
-from slurm_grpo.rundir import AttemptDir
+from slurm_grpo.run.directory import AttemptDir
 
 T = TypeVar("T")
 

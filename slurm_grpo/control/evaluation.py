@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slurm_grpo.config import Config
+from slurm_grpo.config.schema import Config
 
 CHUNK = 32
 SUMS = ("n", "n_judged", "n_correct", "reward_sum", "n_tokens", "n_truncated")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from slurm_grpo.config import Config
+from slurm_grpo.config.schema import Config
 from slurm_grpo.control.assignment import Assignment
 from slurm_grpo.control.door import Door
 from slurm_grpo.control.evaluation import Evaluations

@@ -26,7 +26,7 @@ from slurm_grpo.control.messages import MessageError
 from slurm_grpo.control.scheduler import Scheduler
 from slurm_grpo.control.views import SentView
 from slurm_grpo.fsio import write_durably
-from slurm_grpo.rundir import AttemptDir
+from slurm_grpo.run.directory import AttemptDir
 
 log = logging.getLogger(__name__)
 

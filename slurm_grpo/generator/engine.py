@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from slurm_grpo.config import Config
+from slurm_grpo.config.schema import Config
 from slurm_grpo.errors import DeadlineExceeded, SyncError
 from slurm_grpo.types import Completion, FinishReason, Prompt
 
@@ -336,7 +336,7 @@ def _build_llm_engine(cfg: Config, seed: int, load_format: str) -> LLMEngine:
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from slurm_grpo.generator import weight_receiver
+    from slurm_grpo.weights import receiver as weight_receiver
 
     engine = cfg.generator.engine
     if engine.tensor_parallel == 1:

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from slurm_grpo.algorithms.advantage import group_advantages
-from slurm_grpo.config import Config
+from slurm_grpo.config.schema import Config
 from slurm_grpo.control.client import ControlClient
 from slurm_grpo.generator.engine import FinishedGroup
-from slurm_grpo.metrics import MetricsWriter
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.metrics import MetricsWriter
 from slurm_grpo.staging.layout import ShardHeader
 from slurm_grpo.staging.shards import publish_groups
 from slurm_grpo.tasks.scorer import Scorer

@@ -15,16 +15,16 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from slurm_grpo.control.role_process import RoleContext, run_role
 from slurm_grpo.errors import DeadlineExceeded, SyncError
 from slurm_grpo.generator.engine import Engine, FinishedGroup
 from slurm_grpo.generator.publisher import FinishedEval, Publisher, sampling_params_json
-from slurm_grpo.metrics import MetricsWriter
-from slurm_grpo.role_process import RoleContext, run_role
+from slurm_grpo.run.metrics import MetricsWriter
+from slurm_grpo.run.versions import code_version
 from slurm_grpo.staging.layout import ShardHeader
 from slurm_grpo.tasks.base import PromptSpec, build_prompt_source
 from slurm_grpo.tasks.render import check_fits, render_prompt
 from slurm_grpo.types import Prompt
-from slurm_grpo.versions import code_version
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from slurm_grpo.config import Config, NodesConfig
+from slurm_grpo.config.schema import Config, NodesConfig
 from slurm_grpo.errors import SlurmUnavailable
 from slurm_grpo.slurm.allocation import expand_hosts
 from slurm_grpo.slurm.queue import run_slurm

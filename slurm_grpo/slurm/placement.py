@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from slurm_grpo.config import Config, NodesConfig
+from slurm_grpo.config.schema import Config, NodesConfig
 from slurm_grpo.control.messages import engine_name, trainer_name
 from slurm_grpo.errors import ConfigError
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from slurm_grpo.config import Config, NodesConfig, SiteConfig
+from slurm_grpo.config.schema import Config, NodesConfig, SiteConfig
 from slurm_grpo.slurm.placement import place
 
 Flags = dict[str, str | None]
@@ -65,7 +65,7 @@ def array_script(cfg: Config, *, sweep_dir: Path, n_elements: int, max_running: 
         "chdir": str(sweep_dir),
         "array": f"0-{n_elements - 1}%{max_running}",
     }
-    command = f"{_interpreter()} -u -m slurm_grpo.batch --sweep {shlex.quote(str(sweep_dir))}"
+    command = f"{_interpreter()} -u -m slurm_grpo.jobs.batch --sweep {shlex.quote(str(sweep_dir))}"
     return _script(cfg, job, sweep_dir, [], command)
 
 

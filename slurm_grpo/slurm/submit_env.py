@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from slurm_grpo.errors import SlurmUnavailable, SubmissionRefused
-from slurm_grpo.slurm.environment import is_leftover
+from slurm_grpo.supervisor.environment import is_leftover
 
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 _TIMEOUT_S = 120.0

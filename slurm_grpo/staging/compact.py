@@ -18,9 +18,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from slurm_grpo.attempt import RunLock
-from slurm_grpo.checkpoint_dirs import latest_complete
-from slurm_grpo.config_io import read_frozen
+from slurm_grpo.config.loading import read_frozen
 from slurm_grpo.errors import ConfigError, ExitCode, ShardError
 from slurm_grpo.fsio import (
     storage_errors,
@@ -28,8 +26,10 @@ from slurm_grpo.fsio import (
     sync_directory,
     write_durably,
 )
-from slurm_grpo.run_state import RUN_HELP, run_path
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.attempt import RunLock
+from slurm_grpo.run.checkpoints import latest_complete
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.state import RUN_HELP, run_path
 from slurm_grpo.staging import layout
 from slurm_grpo.staging.layout import COLUMNS, Columns, ShardHeader
 from slurm_grpo.staging.ledger import read_ledger, record_merged

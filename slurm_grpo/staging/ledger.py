@@ -19,7 +19,7 @@ from pathlib import Path
 
 from slurm_grpo.errors import ShardError
 from slurm_grpo.fsio import link_durably, read_whole, storage_errors
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
 
 SCHEMA = "slurm_grpo.ledger/1"
 DIRECTORY = "ledger"

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from slurm_grpo.checkpoint_dirs import read_resumed_from
 from slurm_grpo.errors import ShardError
 from slurm_grpo.fsio import (
     link_durably,
@@ -27,7 +26,8 @@ from slurm_grpo.fsio import (
     storage_errors,
     sweep_temporaries,
 )
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.checkpoints import read_resumed_from
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging.shards import (
     GroupRef,
     ShardRef,

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from slurm_grpo.checkpoint_dirs import complete_steps, read_resumed_from
-from slurm_grpo.config import Config
+from slurm_grpo.config.schema import Config
 from slurm_grpo.errors import StorageError
 from slurm_grpo.fsio import storage_errors
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.checkpoints import complete_steps, read_resumed_from
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging.ledger import read_ledger, record_retired
 from slurm_grpo.staging.manifest import Manifest, committed_manifests, last_valid, read_manifest
 from slurm_grpo.staging.shards import list_shards, read_ref

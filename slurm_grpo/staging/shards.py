@@ -35,7 +35,7 @@ from slurm_grpo.fsio import (
     synced_temporary,
     write_durably,
 )
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging import layout
 from slurm_grpo.staging.layout import Columns, ShardHeader
 from slurm_grpo.staging.ledger import read_ledger

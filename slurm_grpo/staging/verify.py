@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurm_grpo.checkpoint_dirs import latest_complete, read_resumed_from
-from slurm_grpo.config import Config
-from slurm_grpo.config_io import read_frozen
+from slurm_grpo.config.loading import read_frozen
+from slurm_grpo.config.schema import Config
 from slurm_grpo.errors import ConfigError, ExitCode, SlurmGrpoError
 from slurm_grpo.fsio import TEMPORARY_NAME
-from slurm_grpo.run_state import RUN_HELP, run_path
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.checkpoints import latest_complete, read_resumed_from
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.state import RUN_HELP, run_path
 from slurm_grpo.staging.ledger import Ledger, read_ledger
 from slurm_grpo.staging.manifest import Manifest, last_valid, list_manifests, read_manifest
 from slurm_grpo.staging.shards import (

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slurm_grpo.config import TaskConfig
+from slurm_grpo.config.schema import TaskConfig
 
 Message = dict[str, str]
 """`{"role": ..., "content": ...}`"""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm_grpo.config import TaskConfig
+from slurm_grpo.config.schema import TaskConfig
 from slurm_grpo.errors import ConfigError
 from slurm_grpo.tasks.base import Message, PromptSpec
 

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from slurm_grpo.config import ScorerConfig
+from slurm_grpo.config.schema import ScorerConfig
 from slurm_grpo.errors import ConfigError, ScorerLimitExceeded
 
 log = logging.getLogger(__name__)

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slurm_grpo.checkpoint_dirs import COMPLETE, complete_steps, partial
 from slurm_grpo.errors import StorageError
 from slurm_grpo.fsio import storage_errors, sync_directory, write_durably
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.checkpoints import COMPLETE, complete_steps, partial
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.trainer.hf_layers import hf_metadata, iter_hf_layers
 from slurm_grpo.trainer.learner import Learner
 from slurm_grpo.trainer.model import named_weights

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from slurm_grpo.control.address import host_address
 from slurm_grpo.control.client import ControlClient
-from slurm_grpo.control.policy_group import make_store
+from slurm_grpo.weights.policy_group import make_store
 
 T = TypeVar("T")
 

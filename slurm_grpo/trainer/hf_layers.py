@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slurm_grpo.control.weight_layout import Metadata
 from slurm_grpo.trainer import titan
 from slurm_grpo.trainer.model import units
+from slurm_grpo.weights.layout import Metadata
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurm_grpo.algorithms.loss import LossStats, policy_loss, token_stats
-from slurm_grpo.config import Config, ScheduleConfig
+from slurm_grpo.config.schema import Config, ScheduleConfig
 from slurm_grpo.errors import ConfigError, NonFiniteError
 from slurm_grpo.trainer import titan
 from slurm_grpo.trainer.attention import build_pack_mask

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from slurm_grpo.config import TrainerConfig
+from slurm_grpo.config.model_support import ModelShape, read_model_shape
+from slurm_grpo.config.schema import TrainerConfig
 from slurm_grpo.errors import ConfigError
-from slurm_grpo.model_support import ModelShape, read_model_shape
 from slurm_grpo.trainer import titan
 from slurm_grpo.trainer.attention import PackMask, inner_attention_config
 from slurm_grpo.trainer.head import ChunkLoss, LossHead

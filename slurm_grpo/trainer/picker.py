@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from slurm_grpo.config import Config
+from slurm_grpo.config.schema import Config
 from slurm_grpo.control.client import ControlClient, who_is_missing
 from slurm_grpo.errors import DeadlineExceeded, ShardError, SlurmGrpoError
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging.manifest import Manifest, ResumeState, publish_manifest
 from slurm_grpo.staging.shards import GroupRef, ShardRef, quarantine_shard, verify_shard
 

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from slurm_grpo.config import Config
+from slurm_grpo.config.schema import Config
 from slurm_grpo.control.address import host_address
 from slurm_grpo.control.client import ControlClient
-from slurm_grpo.control.policy_group import PolicyGroup, make_store
 from slurm_grpo.errors import DeadlineExceeded, SyncError
 from slurm_grpo.trainer.crew import Crew
 from slurm_grpo.trainer.hf_layers import hf_metadata, iter_hf_layers
 from slurm_grpo.trainer.learner import Learner
-from slurm_grpo.trainer.weight_sender import SendResult, WeightSender
+from slurm_grpo.weights.policy_group import PolicyGroup, make_store
+from slurm_grpo.weights.sender import SendResult, WeightSender
 
 log = logging.getLogger(__name__)
 

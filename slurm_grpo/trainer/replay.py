@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from slurm_grpo.algorithms.advantage import group_advantages
-from slurm_grpo.config import Config
-from slurm_grpo.config_io import read_frozen
+from slurm_grpo.config.loading import read_frozen
+from slurm_grpo.config.schema import Config
+from slurm_grpo.control.role_process import RoleContext, run_role
 from slurm_grpo.fsio import read_whole, write_durably
-from slurm_grpo.role_process import RoleContext, run_role
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging.ledger import read_ledger
 from slurm_grpo.staging.manifest import Manifest, committed_manifests, publish_manifest
 from slurm_grpo.staging.shards import ShardRef, read_ref

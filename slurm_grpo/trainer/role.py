@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from slurm_grpo.checkpoint_dirs import latest_complete
-from slurm_grpo.config import Config
+from slurm_grpo.config.schema import Config
+from slurm_grpo.control.role_process import RoleContext, run_role
 from slurm_grpo.fsio import write_durably
-from slurm_grpo.metrics import MetricsWriter, WandbLogger
-from slurm_grpo.role_process import RoleContext, run_role
+from slurm_grpo.run.checkpoints import latest_complete
+from slurm_grpo.run.metrics import MetricsWriter, WandbLogger
 from slurm_grpo.staging.manifest import load_state
 from slurm_grpo.staging.retention import Retention
 from slurm_grpo.staging.shards import read_groups

@@ -30,7 +30,7 @@ N_REPEATS = 5
 N_RANDOM = 1000
 TOKEN_BYTES = 13
 """Of a token in a shard: id, log-probability, version, mask."""
-SUMMARY = "import sys; from slurm_grpo.cli import main; sys.exit(main(sys.argv[1:]))"
+SUMMARY = "import sys; from slurm_grpo.commands.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 def main() -> None:

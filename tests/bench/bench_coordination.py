@@ -24,13 +24,19 @@ from typing import Any
 import zmq
 
 from bench_line import print_bench_line, spread
-from slurm_grpo.config import AlgorithmConfig, Config, GeneratorConfig, RunConfig, TrainerConfig
+from slurm_grpo.config.schema import (
+    AlgorithmConfig,
+    Config,
+    GeneratorConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from slurm_grpo.control.client import ControlClient
 from slurm_grpo.control.messages import LEADER, engine_name, trainer_name
 from slurm_grpo.control.scheduler import Scheduler
 from slurm_grpo.control.server import ControlServer
 from slurm_grpo.control.views import HeldView
-from slurm_grpo.rundir import AttemptDir
+from slurm_grpo.run.directory import AttemptDir
 from slurm_grpo.staging.shards import GroupRef, ShardRef
 
 LIMIT_S = 60.0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slurm_grpo.versions import installed_versions
+from slurm_grpo.run.versions import installed_versions
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -30,10 +30,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/bench")]
 
 from bench_line import spread  # noqa: E402
 from sample_episodes import make_group, make_header, make_run  # noqa: E402
-from slurm_grpo.slurm.environment import KEEPS_FREED_MEMORY  # noqa: E402
 from slurm_grpo.staging import layout  # noqa: E402
 from slurm_grpo.staging.manifest import Manifest, publish_manifest  # noqa: E402
 from slurm_grpo.staging.shards import publish_groups, read_groups, verify_shard  # noqa: E402
+from slurm_grpo.supervisor.environment import KEEPS_FREED_MEMORY  # noqa: E402
 
 QUICKSTART_STEP_S = 5.0
 N_REPEATS = 40

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from bench_line import print_bench_line, spread
-from slurm_grpo.config import (
+from slurm_grpo.config.schema import (
     Config,
     EngineConfig,
     GeneratorConfig,
@@ -34,8 +34,8 @@ from slurm_grpo.config import (
     WeightSyncConfig,
 )
 from slurm_grpo.control.address import host_address
-from slurm_grpo.control.policy_group import Pipeline, PolicyGroup, make_store
-from slurm_grpo.trainer.weight_sender import WeightSender
+from slurm_grpo.weights.policy_group import Pipeline, PolicyGroup, make_store
+from slurm_grpo.weights.sender import WeightSender
 
 N_RUNNING = 64
 

@@ -20,8 +20,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from bench_line import print_bench_line  # noqa: E402
 from sample_episodes import make_header, make_run  # noqa: E402
-from slurm_grpo.metrics import MetricsWriter  # noqa: E402
-from slurm_grpo.rundir import RunDir  # noqa: E402
+from slurm_grpo.run.directory import RunDir  # noqa: E402
+from slurm_grpo.run.metrics import MetricsWriter  # noqa: E402
 from slurm_grpo.staging.layout import MAX_SAMPLES, TEXT, Array, Columns  # noqa: E402
 from slurm_grpo.staging.manifest import Manifest, publish_manifest  # noqa: E402
 from slurm_grpo.staging.shards import publish_columns  # noqa: E402

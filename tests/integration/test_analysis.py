@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 
 import runs
-from slurm_grpo import cli
 from slurm_grpo.analysis import open_run
+from slurm_grpo.commands import main as cli
 
 
 def test_a_runs_tables_say_what_its_trainer_measured(

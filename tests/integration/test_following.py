@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from runs import ROOT, TESTS, wait_until
-from slurm_grpo.cli import main
-from slurm_grpo.config import ClusterConfig, Config, GeneratorConfig, ModelConfig, RunConfig
-from slurm_grpo.config_io import freeze_config
+from slurm_grpo.commands.main import main
+from slurm_grpo.config.loading import freeze_config
+from slurm_grpo.config.schema import ClusterConfig, Config, GeneratorConfig, ModelConfig, RunConfig
 from slurm_grpo.errors import ExitCode
-from slurm_grpo.run_state import live_supervisor_here, stand
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.state import live_supervisor_here, stand
 
 
 def test_a_local_run_is_seen_at_work_and_cancelled(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.trainer.checkpoint import load_checkpoint
 from slurm_grpo.trainer.learner import Learner
 from tiny_models import Family

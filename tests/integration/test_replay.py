@@ -11,12 +11,16 @@ from pathlib import Path
 import pytest
 
 import runs
-from slurm_grpo.checkpoint_dirs import complete_steps
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.checkpoints import complete_steps
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging.manifest import committed_manifests
 
 ModelDir = Callable[[], Path]
-COMMAND = [sys.executable, "-c", "import sys; from slurm_grpo.cli import main; sys.exit(main())"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; from slurm_grpo.commands.main import main; sys.exit(main())",
+]
 
 
 @pytest.fixture(scope="module")

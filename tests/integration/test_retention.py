@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import runs
-from slurm_grpo.checkpoint_dirs import complete_steps
+from slurm_grpo.run.checkpoints import complete_steps
 from slurm_grpo.staging.compact import compact_run
 from slurm_grpo.staging.ledger import read_ledger
 from slurm_grpo.staging.shards import list_shards

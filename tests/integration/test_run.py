@@ -17,10 +17,10 @@ import pytest
 
 import runs
 from same_runs import assert_same_run, assert_trained_once, losses, trained_groups
-from slurm_grpo.checkpoint_dirs import complete_steps
 from slurm_grpo.errors import ExitCode
-from slurm_grpo.proctree import descendants, start_ticks
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.checkpoints import complete_steps
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.proctree import descendants, start_ticks
 from slurm_grpo.staging.shards import list_shards
 from sync_peers import engine_settings, peers
 

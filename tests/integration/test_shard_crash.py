@@ -19,7 +19,7 @@ WRITERS = """
 import json, os, random, signal, sys, time
 from pathlib import Path
 from sample_episodes import make_group, make_header
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging.manifest import Manifest, publish_manifest
 from slurm_grpo.staging.shards import publish_groups
 

@@ -23,11 +23,11 @@ import pytest
 
 from faults import arm, disarm, hide, run_broken, step_clock
 from sample_episodes import assert_same_groups
-from slurm_grpo.attempt import take_attempt
-from slurm_grpo.checkpoint_dirs import COMPLETE, complete_steps
 from slurm_grpo.errors import ShardError, StorageError
 from slurm_grpo.fsio import sweep_temporaries, write_durably
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.attempt import take_attempt
+from slurm_grpo.run.checkpoints import COMPLETE, complete_steps
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging import layout
 from slurm_grpo.staging.compact import compact_run
 from slurm_grpo.staging.manifest import Manifest, committed_manifests, publish_manifest

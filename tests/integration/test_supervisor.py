@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from runs import wait_until
-from slurm_grpo import proctree
-from slurm_grpo.config import (
+from slurm_grpo.config.loading import freeze_config
+from slurm_grpo.config.schema import (
     ClusterConfig,
     Config,
     GeneratorConfig,
@@ -28,11 +28,11 @@ from slurm_grpo.config import (
     RunConfig,
     TrainerConfig,
 )
-from slurm_grpo.config_io import freeze_config
 from slurm_grpo.errors import ExitCode
-from slurm_grpo.metrics import read_run_metrics
-from slurm_grpo.rundir import RunDir
-from slurm_grpo.supervisor import MAX_END_S
+from slurm_grpo.run import proctree
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.metrics import read_run_metrics
+from slurm_grpo.supervisor.supervisor import MAX_END_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -292,7 +292,7 @@ def test_a_supervisor_with_nothing_to_do_hardly_uses_the_cpu(tmp_path: Path) -> 
 
 def test_the_supervisor_needs_neither_torch_nor_vllm_nor_h5py() -> None:
     code = (
-        "import sys, slurm_grpo.supervisor; "
+        "import sys, slurm_grpo.supervisor.supervisor; "
         "sys.exit(str({'torch', 'vllm', 'h5py', 'transformers', 'wandb'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

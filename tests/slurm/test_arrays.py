@@ -15,11 +15,11 @@ import yaml
 from model_shell import make_model_shell
 from runs import TESTS, wait_until
 from slurm_cluster import LIVE, Cluster
-from slurm_grpo.cli import main as slurm_grpo
+from slurm_grpo.commands.main import main as slurm_grpo
+from slurm_grpo.commands.sweep import main
 from slurm_grpo.errors import ExitCode
-from slurm_grpo.run_state import find_run, stand
-from slurm_grpo.sweep import compress
-from slurm_grpo.sweep_cli import main
+from slurm_grpo.run.state import find_run, stand
+from slurm_grpo.sweeps.directory import compress
 from slurm_runs import SPLIT, write_config
 
 pytestmark = pytest.mark.slurm

@@ -16,7 +16,7 @@ from slurm_cluster import Cluster
 pytestmark = pytest.mark.slurm
 
 ROOT = Path(__file__).resolve().parents[2]
-MAIN = "import sys; from slurm_grpo.cli import main; sys.exit(main())"
+MAIN = "import sys; from slurm_grpo.commands.main import main; sys.exit(main())"
 Doctor = Callable[..., tuple[int, str]]
 
 

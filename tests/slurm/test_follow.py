@@ -15,13 +15,13 @@ import pytest
 
 from runs import ROOT, TESTS, step_rows, wait_until
 from slurm_cluster import Cluster, running_cluster, why_not
-from slurm_grpo.attempt import AttemptRecord
-from slurm_grpo.cli import main
-from slurm_grpo.config import ClusterConfig, Config
-from slurm_grpo.config_io import freeze_config
+from slurm_grpo.commands.main import main
+from slurm_grpo.config.loading import freeze_config
+from slurm_grpo.config.schema import ClusterConfig, Config
 from slurm_grpo.errors import ExitCode
-from slurm_grpo.run_state import stand
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.attempt import AttemptRecord
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.state import stand
 from slurm_grpo.slurm.queue import ComponentState, cancel_jobs, job_states, jobs_of_script
 from slurm_runs import submit as submit_run
 from slurm_runs import write_config
@@ -190,7 +190,11 @@ def test_a_run_is_followed_across_a_requeue_cancelled_and_resumed(
     name = str(job.run.root)
     followed = tmp_path / "followed.txt"
     with followed.open("wb") as out:
-        program = [sys.executable, "-c", "import sys; from slurm_grpo.cli import main; main()"]
+        program = [
+            sys.executable,
+            "-c",
+            "import sys; from slurm_grpo.commands.main import main; main()",
+        ]
         arguments = ["logs", name, "--follow", "--role", "trainer"]
         follower = subprocess.Popen(
             [*program, *arguments], stdout=out, stderr=out, env=cluster.env, cwd=ROOT

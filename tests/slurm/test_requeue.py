@@ -15,8 +15,8 @@ pytestmark = pytest.mark.slurm
 # A supervisor that has decided to requeue its job, and ignores SIGTERM until it does.
 _PROGRAM = """
 import os, pathlib, time
-from slurm_grpo.batch import come_back
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.jobs.batch import come_back
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.slurm.allocation import read_allocation
 root = pathlib.Path(os.environ["ROOT"])
 (root / f"life{os.environ.get('SLURM_RESTART_COUNT', '0')}").touch()

@@ -12,13 +12,13 @@ import pytest
 
 from runs import wait_until
 from slurm_cluster import Cluster
-from slurm_grpo.config import ClusterConfig, Config, NodesConfig, SiteConfig, TrainerConfig
-from slurm_grpo.outcome import Ending
-from slurm_grpo.rundir import AttemptDir
-from slurm_grpo.slurm import srun_steps
+from slurm_grpo.config.schema import ClusterConfig, Config, NodesConfig, SiteConfig, TrainerConfig
+from slurm_grpo.jobs import srun_steps
+from slurm_grpo.jobs.srun_steps import SrunLauncher
+from slurm_grpo.run.directory import AttemptDir
+from slurm_grpo.run.outcome import Ending
 from slurm_grpo.slurm.allocation import Allocation, Component, expand_hosts
-from slurm_grpo.slurm.srun_steps import SrunLauncher
-from slurm_grpo.slurm.steps import StepSpec
+from slurm_grpo.supervisor.steps import StepSpec
 from step_conformance import StepConformance, python, spec, wait_for_end, wait_for_line
 
 pytestmark = pytest.mark.slurm

@@ -26,11 +26,11 @@ import slurm_grpo
 from model_shell import make_model_shell
 from runs import wait_until
 from slurm_cluster import Cluster
-from slurm_grpo.config import ClusterConfig, Config, NodesConfig, RunConfig
+from slurm_grpo.config.schema import ClusterConfig, Config, NodesConfig, RunConfig
 from slurm_grpo.errors import ExitCode
-from slurm_grpo.slurm import executor as executor_module
-from slurm_grpo.slurm.executor import RunExecutor, RunJob
-from slurm_grpo.slurm.submission import snapshot_package
+from slurm_grpo.jobs import executor as executor_module
+from slurm_grpo.jobs.executor import RunExecutor, RunJob
+from slurm_grpo.jobs.submission import snapshot_package
 
 pytestmark = pytest.mark.slurm
 
@@ -114,7 +114,7 @@ def test_a_submission_returns_with_the_job_in_the_queue_within_one_and_a_half_se
     assert (run / "jobs/0/job_id").read_text() == f"{job}\n"
     assert (run / "jobs" / job).resolve() == run / "jobs/0"
     assert "#SBATCH hetjob" in (run / "jobs/0/batch.sh").read_text()
-    assert (run / "jobs/0/code/slurm_grpo/supervisor.py").is_file()
+    assert (run / "jobs/0/code/slurm_grpo/supervisor/supervisor.py").is_file()
     assert not list((run / "jobs/0/code").rglob("__pycache__"))
 
     # Processor time, and the best of a few, since other work on a test machine must not decide.
@@ -268,7 +268,7 @@ def test_what_is_edited_while_a_job_waits_does_not_change_it(
     cluster.run("scontrol", "release", job)
     cluster.wait_state(job, "FAILED")
     said = (tmp_path / "runs/r/jobs/0/slurm.out").read_text()
-    assert f"{tmp_path}/runs/r/jobs/0/code/slurm_grpo/batch.py" in said
+    assert f"{tmp_path}/runs/r/jobs/0/code/slurm_grpo/jobs/batch.py" in said
     assert "CHANGED" not in said
 
 

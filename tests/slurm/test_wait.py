@@ -15,7 +15,7 @@ import runs
 import slurm_runs
 from slurm_cluster import Cluster
 from slurm_grpo.errors import ExitCode
-from slurm_grpo.slurm.executor import RunJob
+from slurm_grpo.jobs.executor import RunJob
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 ModelDir = Callable[[], Path]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm_grpo.attempt import RunLock
 from slurm_grpo.errors import ConfigError, LockLost
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.attempt import RunLock
+from slurm_grpo.run.directory import RunDir
 
 
 def test_a_restarted_job_takes_the_run_from_its_earlier_life_which_sees_so(tmp_path: Path) -> None:

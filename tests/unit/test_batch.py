@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from slurm_grpo import batch
-from slurm_grpo.batch import run_element
-from slurm_grpo.config import Config, SiteConfig
+from slurm_grpo.config.schema import Config, SiteConfig
 from slurm_grpo.errors import ConfigError
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.jobs import batch
+from slurm_grpo.jobs.batch import run_element
+from slurm_grpo.run.directory import RunDir
 
 
 def make_sweep(folder: Path) -> RunDir:

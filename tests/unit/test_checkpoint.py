@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slurm_grpo.checkpoint_dirs import COMPLETE, complete_steps, latest_complete, partial
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.checkpoints import COMPLETE, complete_steps, latest_complete, partial
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.trainer import checkpoint
 from slurm_grpo.trainer.checkpoint import export_hf, load_checkpoint, prune, save_checkpoint
 from slurm_grpo.trainer.learner import Learner

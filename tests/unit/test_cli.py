@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_grpo.cli import COMMANDS, main
+from slurm_grpo.commands.main import COMMANDS, main
 from slurm_grpo.errors import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def test_a_command_that_follows_a_run_starts_at_once_and_without_torch(name: str
     assert importlib.util.find_spec(f"slurm_grpo.{COMMANDS[name][0]}") is not None
     script = (
         "import sys, time; start = time.process_time()\n"
-        "from slurm_grpo.cli import main\n"
+        "from slurm_grpo.commands.main import main\n"
         "code = main(sys.argv[1:])\n"
         "print(time.process_time() - start)\n"
         "heavy = {'torch', 'vllm', 'h5py', 'pandas', 'numpy', 'matplotlib'} & set(sys.modules)\n"
@@ -69,7 +69,7 @@ def test_a_command_that_follows_a_run_starts_at_once_and_without_torch(name: str
 
 
 def test_a_reader_that_goes_away_ends_a_command_quietly() -> None:
-    line = "import sys; from slurm_grpo.cli import main; sys.exit(main(['episodes', 'schema']))"
+    line = "import sys; from slurm_grpo.commands.main import main; sys.exit(main(['episodes', 'schema']))"
     process = subprocess.Popen(
         [sys.executable, "-c", line], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
     )

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from runs import ROOT, wait_until
-from slurm_grpo.attempt import AttemptRecord
-from slurm_grpo.cli import main
-from slurm_grpo.config import ClusterConfig, Config, RunConfig
-from slurm_grpo.config_io import freeze_config, read_frozen
+from slurm_grpo.commands.main import main
+from slurm_grpo.config.loading import freeze_config, read_frozen
+from slurm_grpo.config.schema import ClusterConfig, Config, RunConfig
 from slurm_grpo.errors import ExitCode
-from slurm_grpo.metrics import MetricsWriter
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.attempt import AttemptRecord
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.metrics import MetricsWriter
 from slurm_grpo.slurm.queue import ComponentState
 
 HELD_OUT = {"eval/held_out/accuracy": 0.25}
@@ -123,7 +123,7 @@ def test_status_of_a_run_before_its_first_step_has_no_numbers(
 
 def test_both_components_of_a_job_are_shown(run: RunDir) -> None:
     from slurm_grpo.commands.status import build_report
-    from slurm_grpo.run_state import judge
+    from slurm_grpo.run.state import judge
 
     parts = [
         ComponentState(job_id="7", component=k, state="RUNNING", nodes=n, left="1:00", elapsed="9")
@@ -175,7 +175,7 @@ def test_a_log_that_is_not_there_is_answered_with_those_that_are(
 
 def test_logs_follows_into_the_next_attempt_and_ends_with_the_run(run: RunDir) -> None:
     shown = run.root / "shown.txt"
-    program = "import sys; from slurm_grpo.cli import main; sys.exit(main())"
+    program = "import sys; from slurm_grpo.commands.main import main; sys.exit(main())"
     with shown.open("wb") as out:
         follower = subprocess.Popen(
             [sys.executable, "-c", program, "logs", str(run.root), "--follow"],

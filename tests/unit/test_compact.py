@@ -23,11 +23,11 @@ from sample_episodes import (
     publish_ids,
     take_step,
 )
-from slurm_grpo.attempt import RunLock
-from slurm_grpo.config import AlgorithmConfig, Config, RunConfig
-from slurm_grpo.config_io import freeze_config
+from slurm_grpo.config.loading import freeze_config
+from slurm_grpo.config.schema import AlgorithmConfig, Config, RunConfig
 from slurm_grpo.errors import ConfigError, ExitCode, ShardError
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.attempt import RunLock
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging import compact, layout
 from slurm_grpo.staging.compact import Compaction, add_arguments, compact_run, join_columns
 from slurm_grpo.staging.compact import run as run_command

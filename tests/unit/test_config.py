@@ -8,9 +8,9 @@ import inspect
 
 import pytest
 
-from slurm_grpo import config
-from slurm_grpo.config import AlgorithmConfig, Config
-from slurm_grpo.config_values import option_types
+from slurm_grpo.config import schema as config
+from slurm_grpo.config.schema import AlgorithmConfig, Config
+from slurm_grpo.config.values import option_types
 
 SECTIONS = [
     cls

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from model_shell import make_model_shell
-from slurm_grpo.config import (
+from slurm_grpo.checks.cluster import check_cluster
+from slurm_grpo.config.loading import load_config
+from slurm_grpo.config.schema import (
     ClusterConfig,
     Config,
     EngineConfig,
@@ -17,8 +19,6 @@ from slurm_grpo.config import (
     NodesConfig,
     SiteConfig,
 )
-from slurm_grpo.config_cluster_checks import check_cluster
-from slurm_grpo.config_io import load_config
 from slurm_grpo.errors import ConfigError
 from slurm_grpo.slurm.partitions import (
     NodeKind,

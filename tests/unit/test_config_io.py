@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from model_shell import make_model_shell
-from slurm_grpo.config import (
+from slurm_grpo.config.loading import check_config, freeze_config, load_config, read_frozen
+from slurm_grpo.config.schema import (
     AlgorithmConfig,
     Config,
     OptimizerConfig,
@@ -23,7 +24,6 @@ from slurm_grpo.config import (
     ScorerConfig,
     TaskConfig,
 )
-from slurm_grpo.config_io import check_config, freeze_config, load_config, read_frozen
 from slurm_grpo.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from sample_episodes import begin_attempt, make_group, make_header, make_run, train_step
-from slurm_grpo import cli
-from slurm_grpo.metrics import MetricsWriter
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.commands import main as cli
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.metrics import MetricsWriter
 from slurm_grpo.staging.shards import publish_groups
 from slurm_grpo.types import Episode, Group
 

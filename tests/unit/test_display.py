@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from slurm_grpo.analysis.plots import plot_reward
-from slurm_grpo.attempt import take_attempt
-from slurm_grpo.config import Config, ModelConfig, RunConfig
-from slurm_grpo.display import (
+from slurm_grpo.config.schema import Config, ModelConfig, RunConfig
+from slurm_grpo.run.attempt import take_attempt
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.metrics import MetricsWriter
+from slurm_grpo.run.plots import plot_reward
+from slurm_grpo.run.summary import build_summary
+from slurm_grpo.supervisor.display import (
     LivePanel,
     PlainLines,
     StepFeed,
@@ -20,9 +23,6 @@ from slurm_grpo.display import (
     show_end,
     sparkline,
 )
-from slurm_grpo.metrics import MetricsWriter
-from slurm_grpo.rundir import RunDir
-from slurm_grpo.summary import build_summary
 
 CONFIG = Config(model=ModelConfig(path="m"), run=RunConfig(steps=40, seed=2))
 STATE = ("training", {"engine-0": "version 12", "engine-1": "starting"})

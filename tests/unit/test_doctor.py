@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_grpo.cli import main
 from slurm_grpo.commands.doctor import _controller
+from slurm_grpo.commands.main import main
 
 
 def settings(**values: str) -> str:

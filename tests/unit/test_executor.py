@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm_grpo.config import Config
+from slurm_grpo.config.schema import Config
 from slurm_grpo.errors import SlurmUnavailable, SubmissionRefused
-from slurm_grpo.slurm.executor import QueueWatcher, RunExecutor
+from slurm_grpo.jobs.executor import QueueWatcher, RunExecutor
 from slurm_grpo.slurm.submit_env import leftovers, parse_job_id, refusal, run_sbatch
 
 INSIDE_A_JOB = {
@@ -107,5 +107,5 @@ def test_a_job_that_slurm_was_never_asked_about_is_not_over(
 
 
 def test_importing_the_executor_imports_no_torch() -> None:
-    script = "import sys, slurm_grpo.slurm.executor; sys.exit('torch' in sys.modules)"
+    script = "import sys, slurm_grpo.jobs.executor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

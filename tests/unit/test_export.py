@@ -13,10 +13,10 @@ import pandas as pd
 import pytest
 
 from sample_episodes import begin_attempt, make_group, make_header, make_run, train_step
-from slurm_grpo import cli
 from slurm_grpo.analysis import open_run
 from slurm_grpo.analysis.export import JsonLines
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.commands import main as cli
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging.shards import publish_groups
 
 

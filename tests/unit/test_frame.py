@@ -11,14 +11,14 @@ import pytest
 
 from sample_episodes import begin_attempt, make_group, make_header, make_run, train_step
 from slurm_grpo.analysis import open_run, open_runs
-from slurm_grpo.config import Config, OptimizerConfig, RunConfig, TrainerConfig
+from slurm_grpo.config.schema import Config, OptimizerConfig, RunConfig, TrainerConfig
 from slurm_grpo.errors import AnalysisError
-from slurm_grpo.metrics import MetricsWriter
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.metrics import MetricsWriter
 from slurm_grpo.staging import layout
 from slurm_grpo.staging.ledger import record_retired
 from slurm_grpo.staging.shards import publish_groups
-from slurm_grpo.sweep import Element, write_elements
+from slurm_grpo.sweeps.directory import Element, write_elements
 
 
 @pytest.fixture

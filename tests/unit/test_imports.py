@@ -74,7 +74,7 @@ def test_a_command_without_its_library_says_what_to_install() -> None:
     code = """
 import sys
 sys.modules["pandas"] = None  # as where it is not installed
-from slurm_grpo.cli import main
+from slurm_grpo.commands.main import main
 sys.exit(main(["episodes", "summary", "runs/any"]))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slurm_grpo.config import ScheduleConfig
+from slurm_grpo.config.schema import ScheduleConfig
 from slurm_grpo.errors import NonFiniteError
 from slurm_grpo.trainer import attention, head
 from slurm_grpo.trainer.batching import StepPacks

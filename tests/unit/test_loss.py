@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slurm_grpo.algorithms.loss import LossStats, TokenBatch, policy_loss, token_stats
-from slurm_grpo.config import AlgorithmConfig
+from slurm_grpo.config.schema import AlgorithmConfig
 
 ALGORITHM = AlgorithmConfig(clip_low=0.2, clip_high=0.28)
 

@@ -12,7 +12,7 @@ import pytest
 from sample_episodes import make_group, make_header, make_run
 from slurm_grpo.errors import SchemaVersionError, ShardError
 from slurm_grpo.fsio import write_durably
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging.manifest import (
     Manifest,
     ResumeState,

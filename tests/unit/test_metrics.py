@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slurm_grpo import proctree
-from slurm_grpo.metrics import MetricsWriter, read_metrics, read_run_metrics, valid_rows
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run import proctree
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.metrics import MetricsWriter, read_metrics, read_run_metrics, valid_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,9 +87,9 @@ def test_an_attempt_that_never_started_invalidates_nothing(tmp_path: Path) -> No
 WANDB_ROLE = """
 import sys, time
 from pathlib import Path
-from slurm_grpo.config import Config, ModelConfig, WandbConfig
-from slurm_grpo.metrics import WandbLogger
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.config.schema import Config, ModelConfig, WandbConfig
+from slurm_grpo.run.metrics import WandbLogger
+from slurm_grpo.run.directory import RunDir
 cfg = Config(model=ModelConfig(path="m"), wandb=WandbConfig(enabled=True))
 logger = WandbLogger(cfg, RunDir(Path(sys.argv[1])), int(sys.argv[2]))
 for step in (3, 4, 2):

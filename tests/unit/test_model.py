@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slurm_grpo.config.model_support import check_model_dir
 from slurm_grpo.errors import ConfigError
-from slurm_grpo.model_support import check_model_dir
 from slurm_grpo.trainer.hf_layers import hf_metadata, iter_hf_layers
 from slurm_grpo.trainer.learner import Learner
 from tiny_models import Family

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_grpo.outcome import describe
+from slurm_grpo.run.outcome import describe
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sample_episodes import make_group, make_header, make_run
-from slurm_grpo.config import AlgorithmConfig, Config
+from slurm_grpo.config.schema import AlgorithmConfig, Config
 from slurm_grpo.staging.manifest import ResumeState
 from slurm_grpo.staging.shards import publish_groups
 from slurm_grpo.trainer.picker import Picker

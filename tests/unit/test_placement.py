@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_grpo.config import (
+from slurm_grpo.config.schema import (
     ClusterConfig,
     Config,
     EngineConfig,

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from slurm_grpo.config import WeightSyncConfig
-from slurm_grpo.control import policy_group
+from slurm_grpo.config.schema import WeightSyncConfig
 from slurm_grpo.control.address import host_address
-from slurm_grpo.control.policy_group import PolicyGroup, make_store
-from slurm_grpo.control.weight_layout import (
+from slurm_grpo.errors import DeadlineExceeded, SyncError
+from slurm_grpo.weights import policy_group
+from slurm_grpo.weights.layout import (
     HEADER_FIELDS,
     Layout,
     Metadata,
@@ -22,8 +22,8 @@ from slurm_grpo.control.weight_layout import (
     decode_layout,
     digest_text,
 )
-from slurm_grpo.errors import DeadlineExceeded, SyncError
-from slurm_grpo.trainer.weight_sender import SendResult, WeightSender
+from slurm_grpo.weights.policy_group import PolicyGroup, make_store
+from slurm_grpo.weights.sender import SendResult, WeightSender
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from model_shell import make_model_shell
-from slurm_grpo.cli import COMMANDS
+from slurm_grpo.commands.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

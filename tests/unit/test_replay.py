@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from sample_episodes import make_group, make_header, make_run
-from slurm_grpo.analysis.replay import check_recorded, compare_losses, replay_config
-from slurm_grpo.config import (
+from slurm_grpo.commands.replay import check_recorded, compare_losses, replay_config
+from slurm_grpo.config.loading import freeze_config
+from slurm_grpo.config.schema import (
     AlgorithmConfig,
     Config,
     EvalConfig,
@@ -19,13 +20,12 @@ from slurm_grpo.config import (
     ModelConfig,
     RunConfig,
 )
-from slurm_grpo.config_io import freeze_config
 from slurm_grpo.errors import ConfigError, ShardError
-from slurm_grpo.metrics import MetricsWriter
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.metrics import MetricsWriter
 from slurm_grpo.staging.manifest import Manifest, publish_manifest
 from slurm_grpo.staging.shards import publish_groups
-from slurm_grpo.supervisor import role_modules_of
+from slurm_grpo.supervisor.supervisor import role_modules_of
 
 
 @pytest.fixture

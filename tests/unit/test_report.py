@@ -14,13 +14,13 @@ import pytest
 
 from sample_episodes import make_group, make_header, make_run
 from slurm_grpo.analysis import open_run
-from slurm_grpo.analysis.plots import thinned
 from slurm_grpo.analysis.report import build_report, run
 from slurm_grpo.analysis.report_facts import Facts
-from slurm_grpo.config import Config
-from slurm_grpo.config_io import freeze_config
-from slurm_grpo.metrics import MetricsWriter
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.config.loading import freeze_config
+from slurm_grpo.config.schema import Config
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.metrics import MetricsWriter
+from slurm_grpo.run.plots import thinned
 from slurm_grpo.staging.manifest import Manifest, publish_manifest
 from slurm_grpo.staging.shards import publish_groups
 from slurm_grpo.types import Group

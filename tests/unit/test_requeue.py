@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from slurm_grpo.errors import DeadlineExceeded, ExitCode
-from slurm_grpo.outcome import Ending, Outcome
-from slurm_grpo.slurm import requeue
+from slurm_grpo.jobs import requeue
+from slurm_grpo.jobs.requeue import Act, next_act
+from slurm_grpo.run.outcome import Ending, Outcome
 from slurm_grpo.slurm.allocation import Allocation, Component
-from slurm_grpo.slurm.requeue import Act, next_act
 
 JOB = Allocation(
     job_id="7",

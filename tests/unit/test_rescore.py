@@ -15,10 +15,10 @@ from slurm_grpo.analysis.report import build_report
 from slurm_grpo.analysis.report_facts import Facts
 from slurm_grpo.analysis.rescore import add_arguments, run
 from slurm_grpo.analysis.summary_table import summary_text
-from slurm_grpo.config import Config
-from slurm_grpo.config_io import freeze_config
+from slurm_grpo.config.loading import freeze_config
+from slurm_grpo.config.schema import Config
 from slurm_grpo.errors import AnalysisError, ConfigError, ScorerLimitExceeded
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging.shards import publish_groups
 
 JUDGE = """

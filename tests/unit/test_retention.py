@@ -18,9 +18,9 @@ from sample_episodes import (
     publish_ids,
     take_step,
 )
-from slurm_grpo.config import AlgorithmConfig, Config, StagingConfig
-from slurm_grpo.config_io import freeze_config
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.config.loading import freeze_config
+from slurm_grpo.config.schema import AlgorithmConfig, Config, StagingConfig
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging.ledger import read_ledger
 from slurm_grpo.staging.manifest import load_state
 from slurm_grpo.staging.retention import Retention

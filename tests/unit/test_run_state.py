@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from slurm_grpo import proctree
-from slurm_grpo.attempt import AttemptRecord, RunLock
-from slurm_grpo.config import Config
+from slurm_grpo.config.schema import Config
 from slurm_grpo.errors import ConfigError
-from slurm_grpo.outcome import Ending
-from slurm_grpo.run_state import (
+from slurm_grpo.run import proctree
+from slurm_grpo.run.attempt import AttemptRecord, RunLock
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.outcome import Ending
+from slurm_grpo.run.state import (
     ARRAY_SCRIPT,
     MANIFEST,
     SILENCE_S,
@@ -28,9 +29,8 @@ from slurm_grpo.run_state import (
     submitted_jobs,
     tally,
 )
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.summary import read_json, write_summary
 from slurm_grpo.slurm.queue import ComponentState
-from slurm_grpo.summary import read_json, write_summary
 
 
 @pytest.fixture

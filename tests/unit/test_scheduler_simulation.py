@@ -17,7 +17,13 @@ from typing import Any
 
 import pytest
 
-from slurm_grpo.config import AlgorithmConfig, Config, GeneratorConfig, ModelConfig, RunConfig
+from slurm_grpo.config.schema import (
+    AlgorithmConfig,
+    Config,
+    GeneratorConfig,
+    ModelConfig,
+    RunConfig,
+)
 from slurm_grpo.control.scheduler import Scheduler
 from slurm_grpo.control.views import HeldView, SentView
 

@@ -8,8 +8,8 @@ import h5py
 import pytest
 
 from sample_episodes import make_group, make_header, make_run
-from slurm_grpo import cli
 from slurm_grpo.analysis.schema import ATTRIBUTES
+from slurm_grpo.commands import main as cli
 from slurm_grpo.staging.shards import publish_groups
 
 

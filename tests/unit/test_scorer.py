@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from slurm_grpo import proctree
-from slurm_grpo.config import ScorerConfig
+from slurm_grpo.config.schema import ScorerConfig
 from slurm_grpo.errors import ConfigError, ScorerLimitExceeded
+from slurm_grpo.run import proctree
 from slurm_grpo.tasks.judges import exact, last_number, regex_judge
 from slurm_grpo.tasks.scorer import Scorer, ScoreResult
 
@@ -274,7 +274,7 @@ def test_the_child_dies_with_a_killed_parent(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS)
     script = (
         "import sys, time\n"
-        "from slurm_grpo.config import ScorerConfig\n"
+        "from slurm_grpo.config.schema import ScorerConfig\n"
         "from slurm_grpo.tasks.scorer import Scorer\n"
         "s = Scorer(ScorerConfig(name='rewards:by_text', module_dir=sys.argv[1], timeout_s=3600))\n"
         "print(s._process.pid, flush=True)\n"

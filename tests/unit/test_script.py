@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from model_shell import make_model_shell
-from slurm_grpo.config import Config
-from slurm_grpo.config_io import load_config
-from slurm_grpo.slurm import srun_steps
+from slurm_grpo.config.loading import load_config
+from slurm_grpo.config.schema import Config
+from slurm_grpo.jobs import srun_steps
+from slurm_grpo.jobs.srun_steps import srun_command
 from slurm_grpo.slurm.allocation import Allocation, Component
 from slurm_grpo.slurm.placement import place
 from slurm_grpo.slurm.script import (
@@ -23,7 +24,6 @@ from slurm_grpo.slurm.script import (
     node_groups,
     submitit_command,
 )
-from slurm_grpo.slurm.srun_steps import srun_command
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = [

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from sample_episodes import assert_same_groups, make_group, make_header, make_run
 from slurm_grpo.errors import SchemaVersionError, ShardError
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging import layout
 from slurm_grpo.staging.shards import (
     ShardRef,

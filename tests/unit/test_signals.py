@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slurm_grpo.config import ClusterConfig, Config
-from slurm_grpo.slurm.signals import BoundaryWatch
+from slurm_grpo.config.schema import ClusterConfig, Config
+from slurm_grpo.supervisor.signals import BoundaryWatch
 
 
 def watch(kind: str = "slurm") -> BoundaryWatch:

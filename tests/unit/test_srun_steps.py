@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from runs import ROOT, wait_until
-from slurm_grpo.config import ClusterConfig, Config, NodesConfig, SiteConfig, TrainerConfig
+from slurm_grpo.config.schema import ClusterConfig, Config, NodesConfig, SiteConfig, TrainerConfig
 from slurm_grpo.control.address import address_of, interface_of
 from slurm_grpo.errors import ConfigError
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.jobs.srun_steps import SrunLauncher, srun_command
+from slurm_grpo.jobs.task_entry import node_environment
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.slurm.allocation import Allocation, Component
-from slurm_grpo.slurm.environment import role_environment
 from slurm_grpo.slurm.placement import place
-from slurm_grpo.slurm.srun_steps import SrunLauncher, srun_command
-from slurm_grpo.slurm.steps import StepSpec
-from slurm_grpo.slurm.task_entry import node_environment
+from slurm_grpo.supervisor.environment import role_environment
+from slurm_grpo.supervisor.steps import StepSpec
 
 TASKS = Path("/runs/r/attempts/0/x.tasks.json")
 JOB = Allocation(
@@ -65,7 +65,7 @@ def test_an_engine_gets_a_step_on_its_host_with_all_flags_said() -> None:
         "--gpus-per-node=1",
         sys.executable,
         "-m",
-        "slurm_grpo.slurm.task_entry",
+        "slurm_grpo.jobs.task_entry",
         str(TASKS),
     )
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from slurm_grpo.config import Config, GeneratorConfig, ModelConfig, SiteConfig, TrainerConfig
-from slurm_grpo.rundir import RunDir
-from slurm_grpo.slurm.environment import assign_gpus, role_environment, visible_gpus
-from slurm_grpo.slurm.steps import LocalLauncher, StepLauncher
+from slurm_grpo.config.schema import Config, GeneratorConfig, ModelConfig, SiteConfig, TrainerConfig
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.supervisor.environment import assign_gpus, role_environment, visible_gpus
+from slurm_grpo.supervisor.steps import LocalLauncher, StepLauncher
 from step_conformance import StepConformance, wait_for_line, wait_until_gone
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ def test_a_step_dies_with_its_killed_starter_even_if_it_ignores_term(tmp_path: P
     starter = f"""
 import os, sys, time
 from pathlib import Path
-from slurm_grpo.slurm.steps import StepSpec, start_local
+from slurm_grpo.supervisor.steps import StepSpec, start_local
 here = Path({str(tmp_path)!r})
 start_local(StepSpec(peer="engine-0", argv=(sys.executable, "-c", {role!r}),
                                env=dict(os.environ), log=here / "log", exit_file=here / "exit"))

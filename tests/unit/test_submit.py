@@ -15,15 +15,15 @@ import pytest
 import yaml
 
 from model_shell import make_model_shell
-from slurm_grpo import proctree
-from slurm_grpo.checkpoint_dirs import COMPLETE
-from slurm_grpo.config import Config
-from slurm_grpo.config_io import read_frozen
-from slurm_grpo.config_values import option_types
+from slurm_grpo.commands.submit import main
+from slurm_grpo.config.loading import read_frozen
+from slurm_grpo.config.schema import Config
+from slurm_grpo.config.values import option_types
 from slurm_grpo.errors import ExitCode
-from slurm_grpo.launch_cli import main
-from slurm_grpo.rundir import RunDir
-from slurm_grpo.slurm.submission import _new_job_dir
+from slurm_grpo.jobs.submission import _new_job_dir
+from slurm_grpo.run import proctree
+from slurm_grpo.run.checkpoints import COMPLETE
+from slurm_grpo.run.directory import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBMIT = ROOT / "launch/submit.py"

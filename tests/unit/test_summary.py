@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from slurm_grpo import attempt
-from slurm_grpo.attempt import AttemptRecord, RunLock, take_attempt
-from slurm_grpo.config import Config, ModelConfig, RunConfig
+from slurm_grpo.config.schema import Config, ModelConfig, RunConfig
 from slurm_grpo.errors import ConfigError
-from slurm_grpo.metrics import MetricsWriter
-from slurm_grpo.rundir import RunDir
-from slurm_grpo.summary import write_summary
-from slurm_grpo.versions import code_version, installed_versions
+from slurm_grpo.run import attempt
+from slurm_grpo.run.attempt import AttemptRecord, RunLock, take_attempt
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.metrics import MetricsWriter
+from slurm_grpo.run.summary import write_summary
+from slurm_grpo.run.versions import code_version, installed_versions
 
 CONFIG = Config(model=ModelConfig(path="m"), run=RunConfig(seed=7, steps=4))
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from sample_episodes import begin_attempt, make_group, make_header, make_run, train_step
-from slurm_grpo import cli
 from slurm_grpo.analysis import open_run
 from slurm_grpo.analysis.report_facts import Facts
 from slurm_grpo.analysis.summary_table import summary_text
-from slurm_grpo.metrics import MetricsWriter
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.commands import main as cli
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.metrics import MetricsWriter
 from slurm_grpo.staging.shards import publish_groups
 
 

@@ -12,16 +12,16 @@ import pytest
 import yaml
 
 from model_shell import make_model_shell
-from slurm_grpo.attempt import AttemptRecord
-from slurm_grpo.cli import main as slurm_grpo
-from slurm_grpo.config import Config
-from slurm_grpo.config_io import read_frozen
+from slurm_grpo.commands.main import main as slurm_grpo
+from slurm_grpo.commands.sweep import main
+from slurm_grpo.config.loading import read_frozen
+from slurm_grpo.config.schema import Config
 from slurm_grpo.errors import ConfigError, ExitCode
-from slurm_grpo.metrics import MetricsWriter
-from slurm_grpo.rundir import RunDir
-from slurm_grpo.sweep import compress, read_manifest, short_names
-from slurm_grpo.sweep_cli import main
-from slurm_grpo.sweep_file import read_sweep
+from slurm_grpo.run.attempt import AttemptRecord
+from slurm_grpo.run.directory import RunDir
+from slurm_grpo.run.metrics import MetricsWriter
+from slurm_grpo.sweeps.directory import compress, read_manifest, short_names
+from slurm_grpo.sweeps.file import read_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 SPLIT = {"kind": "slurm", "allocation": "split"}
@@ -164,8 +164,8 @@ def test_runs_and_manifest_and_script_are_made_and_a_second_call_changes_nothing
     cfg = read_frozen(sweep / "lr-002/config.yaml")
     assert (cfg.run.name, cfg.run.runs_dir) == ("lr-002", str(sweep))
     assert (cfg.trainer.optimizer.lr, cfg.run.seed) == (3e-5, 0)
-    assert "slurm_grpo.batch --sweep" in (sweep / "array.sh").read_text()
-    assert (sweep / "code/slurm_grpo/sweep.py").is_file()
+    assert "slurm_grpo.jobs.batch --sweep" in (sweep / "array.sh").read_text()
+    assert (sweep / "code/slurm_grpo/sweeps/directory.py").is_file()
     before = {p: p.read_bytes() for p in sweep.glob("*/config.yaml")} | {
         p: p.read_bytes() for p in (sweep / "manifest.json", sweep / "array.sh")
     }

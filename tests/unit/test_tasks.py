@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slurm_grpo.config import TaskConfig
+from slurm_grpo.config.schema import TaskConfig
 from slurm_grpo.errors import ConfigError
 from slurm_grpo.tasks import addition, sum_digits
 from slurm_grpo.tasks.base import PromptSource, PromptSpec, build_prompt_source

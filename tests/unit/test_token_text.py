@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slurm_grpo.analysis.token_text import load_tokenizer, token_texts
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from sample_episodes import (
     take_step,
 )
 from slurm_grpo.errors import ConfigError, ExitCode
-from slurm_grpo.rundir import RunDir
+from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging.ledger import record_retired
 from slurm_grpo.staging.shards import list_shards, quarantine_shard
 from slurm_grpo.staging.verify import add_arguments, audit_run, verify_run

@@ -18,4 +18,4 @@
 
 export PYTHONPATH=/shared/sweeps/lr/code${PYTHONPATH:+:$PYTHONPATH}
 trap '' USR1 TERM
-exec /envs/base/bin/python -u -m slurm_grpo.batch --sweep /shared/sweeps/lr
+exec /envs/base/bin/python -u -m slurm_grpo.jobs.batch --sweep /shared/sweeps/lr

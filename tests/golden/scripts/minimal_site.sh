@@ -25,5 +25,5 @@ trap '' USR1 TERM
 exec /envs/base/bin/python -u -m submitit.core._submit /shared/runs/r/jobs/0
 
 # Then, by the supervisor:
-srun --job-name=engine-0 --nodes=1 --ntasks=1 --nodelist=x0 --cpus-per-task=8 --overlap --mem=0 --mpi=none --export=ALL --kill-on-bad-exit=0 --wait=0 --het-group=0 /envs/base/bin/python -m slurm_grpo.slurm.task_entry /shared/runs/r/attempts/0/engine-0.tasks.json
-srun --job-name=trainers --nodes=1 --ntasks=2 --nodelist=x0,x0 --cpus-per-task=4 --overlap --mem=0 --mpi=none --export=ALL --kill-on-bad-exit=0 --wait=0 --het-group=1 --distribution=arbitrary /envs/base/bin/python -m slurm_grpo.slurm.task_entry /shared/runs/r/attempts/0/trainers.tasks.json
+srun --job-name=engine-0 --nodes=1 --ntasks=1 --nodelist=x0 --cpus-per-task=8 --overlap --mem=0 --mpi=none --export=ALL --kill-on-bad-exit=0 --wait=0 --het-group=0 /envs/base/bin/python -m slurm_grpo.jobs.task_entry /shared/runs/r/attempts/0/engine-0.tasks.json
+srun --job-name=trainers --nodes=1 --ntasks=2 --nodelist=x0,x0 --cpus-per-task=4 --overlap --mem=0 --mpi=none --export=ALL --kill-on-bad-exit=0 --wait=0 --het-group=1 --distribution=arbitrary /envs/base/bin/python -m slurm_grpo.jobs.task_entry /shared/runs/r/attempts/0/trainers.tasks.json
