@@ -112,3 +112,7 @@ class LockLost(SlurmGrpoError):
     """Another supervisor has taken over this one's run directory."""
 
     exit_code = ExitCode.STOPPED
+
+
+class MessageError(SlurmGrpoError):
+    """A peer sent something the control plane does not understand: a bug in that peer."""

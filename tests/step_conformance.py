@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slurm_grpo.run import proctree
-from slurm_grpo.supervisor.environment import clean_environment
+from slurm_grpo.slurm.submit_env import clean_environment
 from slurm_grpo.supervisor.steps import Step, StepLauncher, StepSpec
 
 ROOT = Path(__file__).resolve().parents[1]

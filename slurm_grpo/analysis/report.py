@@ -32,7 +32,7 @@ from slurm_grpo.fsio import write_durably
 from slurm_grpo.run.checkpoints import read_resumed_from
 from slurm_grpo.run.state import stand
 from slurm_grpo.run.summary import read_json
-from slurm_grpo.supervisor.display import clock, duration
+from slurm_grpo.run.words import clock, duration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,7 @@ from slurm_grpo.analysis.token_text import load_tokenizer
 from slurm_grpo.run.metrics import Row, read_run_metrics
 from slurm_grpo.run.plots import Points, series
 from slurm_grpo.run.summary import PHASES, evaluations
-from slurm_grpo.supervisor.display import PHASE_LABELS
+from slurm_grpo.run.words import PHASE_LABELS
 
 PHASE_NAMES = {p: name for p, name in PHASE_LABELS.items() if p != "pause"}
 """Phases that add up to a step, with their names; what is left is `other`."""

@@ -92,7 +92,7 @@ def scorer_config(run: RunDir, arguments: argparse.Namespace) -> ScorerConfig:
     wanted = {"name": arguments.scorer, "module_dir": None, "regex": arguments.regex}
     wanted |= {"timeout_s": arguments.timeout_s, "max_errors": arguments.max_errors}
     options = [word for k, v in wanted.items() for word in (f"--task.scorer.{k}", str(v))]
-    cfg = config_io.load_config(run.config, options, check=False).task.scorer
+    cfg = config_io.read_config(run.config, options).task.scorer
     if ":" in cfg.name and cfg.module_dir is None:
         cfg = replace(cfg, module_dir=own.module_dir)
     if problems := [f"--scorer: {text}" for _, text in scorer_problems(cfg)]:

@@ -1,7 +1,7 @@
 """What must hold for the sections `cluster` and `site`: what Slurm would refuse, or let wait for
 ever.
 
-Called by `config_checks.py`. Yields the keys involved, the one to change first, and what is wrong
+Called by `checks/config.py`. Yields the keys involved, the one to change first, and what is wrong
 with it. Whether directories are shared between nodes cannot be seen from here; `slurm-grpo
 doctor` looks.
 """

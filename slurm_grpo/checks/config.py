@@ -1,6 +1,6 @@
 """What must hold between the values of a configuration, and between it and the files it names.
 
-Called by `config_io.py`, which knows where each value was written. Every rule's text has three
+Called by `loading.py`, which knows where each value was written. Every rule's text has three
 parts: the key with its value, what was expected, what to do. Imports nothing heavy, so that the
 login node can ask.
 """
@@ -21,7 +21,7 @@ from slurm_grpo.config.values import option_types
 from slurm_grpo.slurm.partitions import Found
 
 
-def check(cfg: Config, *, skip: Collection[str] = ()) -> list[tuple[tuple[str, ...], str]]:
+def check(cfg: Config, skip: Collection[str] = ()) -> list[tuple[tuple[str, ...], str]]:
     """Every broken rule: the keys involved, the one to change first, and what is wrong with it.
 
     Leaves out rules that involve a key in `skip` (those are known to be wrong).

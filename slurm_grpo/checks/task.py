@@ -1,6 +1,6 @@
 """What is wrong with the task section and the files it names, found at submission.
 
-Called by `config_checks.py`. A user's scorer is looked up without being imported, and rows are
+Called by `checks/config.py`. A user's scorer is looked up without being imported, and rows are
 tokenised only if a tokenizer is at hand (the base install has none; the engine then refuses).
 """
 

@@ -22,7 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from slurm_grpo.config.loading import check_config, freeze_config, load_config, with_values
+from slurm_grpo.checks.load import check_config
+from slurm_grpo.config.loading import freeze_config, read_config, with_values
 from slurm_grpo.config.schema import ClusterConfig, Config
 from slurm_grpo.errors import ConfigError, ExitCode, SlurmGrpoError, SlurmUnavailable
 from slurm_grpo.fsio import storage_errors, write_durably
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _load(arguments: argparse.Namespace) -> Config:
     base = Config(cluster=ClusterConfig(kind="slurm"))
     path = arguments.config or Path(os.devnull)
-    cfg = load_config(path, arguments.options, site=arguments.site, base=base, check=False)
+    cfg = read_config(path, arguments.options, site=arguments.site, base=base)
     if cfg.cluster.kind != "slurm":
         raise ConfigError(
             f"{path}: cluster.kind is {cfg.cluster.kind}, which needs no cluster. Pass a "

@@ -15,6 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from slurm_grpo.analysis.terminal import add_run, say
+from slurm_grpo.checks.load import check_config
 from slurm_grpo.commands.submit import require_packages
 from slurm_grpo.config import loading as config_io
 from slurm_grpo.config.schema import Config
@@ -98,7 +99,7 @@ def replay_config(
     Raises ConfigError for changes that contradict the recorded steps, and for what cannot run.
     """
     own = config_io.read_frozen(source.config)
-    wanted = config_io.load_config(new or source.config, overrides, base=own, check=False)
+    wanted = config_io.read_config(new or source.config, overrides, base=own)
     changed = [k for k in option_types(Config) if attrgetter(k)(wanted) != attrgetter(k)(own)]
     if wrong := [key for key in changed if key in _FIXED]:
         key = wrong[0]
@@ -117,7 +118,7 @@ def replay_config(
         "cluster.kind": "local",
     }
     cfg = config_io.with_values(own, values)
-    if problems := config_io.check_config(cfg):
+    if problems := check_config(cfg):
         raise ConfigError("\n  ".join(["the replay cannot run:", *problems]))
     return cfg, ignored
 

@@ -25,9 +25,9 @@ from slurm_grpo.errors import ExitCode
 from slurm_grpo.run.checkpoints import latest_complete
 from slurm_grpo.run.directory import RunDir
 from slurm_grpo.run.state import RUN_HELP, Standing, element_number, find_run, stand
+from slurm_grpo.run.step_feed import StepFeed
 from slurm_grpo.run.summary import evaluations
-from slurm_grpo.supervisor.display import (
-    StepFeed,
+from slurm_grpo.run.words import (
     before_after,
     clock,
     facts_table,

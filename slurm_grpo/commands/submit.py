@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeAlias
 
+from slurm_grpo.checks.load import load_config
 from slurm_grpo.commands.command_line import exit_code_of
 from slurm_grpo.config import loading as config_io
 from slurm_grpo.config.schema import Config
@@ -89,7 +90,7 @@ def _asked_for(arguments: argparse.Namespace) -> tuple[RunDir, Config]:
         return _resumed(arguments.resume, arguments.overrides)
     if arguments.config is None:
         raise ConfigError(f"no configuration given.\nusage: {_USAGE}")
-    cfg = config_io.load_config(arguments.config, arguments.overrides, site=arguments.site)
+    cfg = load_config(arguments.config, arguments.overrides, site=arguments.site)
     run = RunDir(Path(cfg.run.runs_dir) / cfg.run.name)
     _refuse_existing(run, cfg)
     return run, cfg
@@ -262,7 +263,7 @@ def _resumed(root: Path, overrides: Sequence[str]) -> tuple[RunDir, Config]:
             f"{strangers[0]}: a resumed run keeps its configuration; only --run.steps can be "
             "changed. Start a new run for anything else."
         )
-    cfg = config_io.load_config(run.config, overrides)
+    cfg = load_config(run.config, overrides)
     _refuse_live(run, cfg)
     done = latest_complete(run) or 0
     if done > cfg.run.steps or (done == cfg.run.steps and is_done(run)):
@@ -276,7 +277,7 @@ def _resumed(root: Path, overrides: Sequence[str]) -> tuple[RunDir, Config]:
 def _print_help(config: Path | None) -> int:
     import tyro
 
-    cfg = Config() if config is None else config_io.load_config(config, check=False)
+    cfg = Config() if config is None else config_io.read_config(config)
     try:
         tyro.cli(
             Config,

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from slurm_grpo.errors import ExitCode
 from slurm_grpo.run.state import Standing, stand_all, tally
-from slurm_grpo.supervisor.display import StepFeed, clock, number, sparkline
+from slurm_grpo.run.step_feed import StepFeed
+from slurm_grpo.run.words import clock, number, sparkline
 from slurm_grpo.sweeps.directory import Element, compress, find_sweep, short_names
 
 _SPARK_COLUMNS = 10

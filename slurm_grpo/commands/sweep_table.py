@@ -16,7 +16,7 @@ from slurm_grpo.config.values import nearest
 from slurm_grpo.errors import ConfigError, ExitCode
 from slurm_grpo.run.state import Standing, stand_all
 from slurm_grpo.run.summary import build_summary
-from slurm_grpo.supervisor.display import clock, number
+from slurm_grpo.run.words import clock, number
 from slurm_grpo.sweeps.directory import Element, find_sweep, short_names
 
 Cells = dict[str, Any]

@@ -1,10 +1,8 @@
-"""From a YAML file and options to a checked `Config`, and to its frozen copy in the run
-directory.
+"""From a YAML file and options to a `Config`, and to its frozen copy in the run directory.
 
-Called on the login node, before anything is allocated. Promises that every problem that can be
-known there is reported at once, each with its file and line (or the option) and its dotted key;
-that a loaded configuration holds absolute paths only; and that a frozen one reads back equal. The
-rules that need more than one value are in `config_checks.py`.
+Promises that every problem is reported at once, each with its file and line (or the option) and its
+dotted key; that a configuration holds absolute paths only; and that a frozen one reads back equal.
+What must hold between values is told by the caller's rules (`checks/`).
 """
 
 from __future__ import annotations
@@ -12,15 +10,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
-from slurm_grpo.checks import config as config_checks
 from slurm_grpo.config.schema import Config
 from slurm_grpo.config.values import (
     BadValue,
@@ -41,21 +38,29 @@ _OTHER_PATHS = ("run.runs_dir", "cluster.python")
 _STRAY = "command line"
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^}]*))?\})")
 
+Finding: TypeAlias = tuple[tuple[str, ...], str]
+"""A broken rule: the dotted keys involved, the one to change first, and what is wrong."""
+Rules: TypeAlias = Callable[[Config, Collection[str]], Iterable[Finding]]
+"""What must hold; rules that involve one of the keys given are left out."""
 
-def load_config(
+
+def _no_rules(cfg: Config, skip: Collection[str]) -> Iterable[Finding]:
+    return ()
+
+
+def read_config(
     path: Path,
     overrides: Sequence[str] = (),
     *,
     site: Path | None = None,
     base: Config | None = None,
-    check: bool = True,
+    rules: Rules = _no_rules,
 ) -> Config:
     """The configuration in `path`, changed by `overrides`: `["--trainer.optimizer.lr", "1e-5"]`.
 
     `site` is a file of the section `site`; keys that `path` has there too, and options, win over
     it. What nobody names is as in `base`, by default the schema's defaults. Raises `ConfigError`
-    listing every problem. `check=False` leaves out the rules of
-    `check_config` and thus everything that looks at other files.
+    listing every problem, those that `rules` finds included.
     """
     readers, base = [reader := _reader(path)], base or Config()
     if site is not None:
@@ -82,17 +87,11 @@ def load_config(
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.") or "run"
         name = f"{stem}-seed{cfg.run.seed}-{datetime.now():%Y%m%d-%H%M%S}"
         cfg = with_values(cfg, {"run.name": name})
-    if check:
-        found = config_checks.check(cfg, skip={key for _, key, _ in problems})
-        problems += [(where(keys[0]), keys[0], text) for keys, text in found]
+    found = rules(cfg, {key for _, key, _ in problems})
+    problems += [(where(keys[0]), keys[0], text) for keys, text in found]
     if problems:
         raise ConfigError(_report(path, problems))
     return cfg
-
-
-def check_config(cfg: Config) -> list[str]:
-    """Every reason why this configuration cannot run, each beginning with its dotted key."""
-    return [f"{keys[0]}: {text}" for keys, text in config_checks.check(cfg)]
 
 
 def freeze_config(cfg: Config, path: Path, *, replace: bool = True) -> bool:

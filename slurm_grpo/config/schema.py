@@ -1,6 +1,6 @@
 """The configuration: one frozen dataclass per component, each handed over whole to its component.
 
-A field's docstring is its help text. Loading, checking and freezing are in `config_io.py`; nothing
+A field's docstring is its help text. Loading, checking and freezing are in `loading.py`; nothing
 here reads a file.
 """
 

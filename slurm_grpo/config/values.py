@@ -1,4 +1,4 @@
-"""Turning text into the types of a dataclass: the YAML side of `config_io.py`, and the bounds that
+"""Turning text into the types of a dataclass: the YAML side of `loading.py`, and the bounds that
 `config.py` gives its numbers.
 
 Knows dataclasses, `Literal`, optional values and tuples, not what any field means. PyYAML's own
@@ -35,7 +35,7 @@ _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 
 class Range(NamedTuple):
-    """What a number must be, as `config_checks.py` holds it against and words it."""
+    """What a number must be, as `checks/config.py` holds it against and words it."""
 
     holds: Callable[[Any], bool]
     expected: str

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from slurm_grpo.config.schema import Config
-from slurm_grpo.control.messages import MessageError
+from slurm_grpo.errors import MessageError
 
 
 class _Pool:

@@ -20,9 +20,8 @@ from typing import Any, TypeVar
 
 import zmq
 
-from slurm_grpo.control.messages import MessageError
 from slurm_grpo.control.views import HeldView, View
-from slurm_grpo.errors import DeadlineExceeded, SlurmGrpoError, Stopped
+from slurm_grpo.errors import DeadlineExceeded, MessageError, SlurmGrpoError, Stopped
 from slurm_grpo.run.directory import AttemptDir
 
 T = TypeVar("T")

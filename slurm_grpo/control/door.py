@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from slurm_grpo.control.messages import MessageError, engine_name
+from slurm_grpo.errors import MessageError
+from slurm_grpo.peers import engine_name
 
 
 class Door:

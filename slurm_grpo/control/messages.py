@@ -1,4 +1,4 @@
-"""Names of the peers, the messages they may send, and what each must hold.
+"""The messages that peers may send, and what each must hold.
 
 Peers send events upwards (`kind` and a JSON object, whose keys are the arguments of the scheduler's
 `_on_<kind>`); the only thing that travels downwards is a peer's view. Engines are called by peer
@@ -9,38 +9,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
-from slurm_grpo.errors import SlurmGrpoError
+from slurm_grpo.errors import MessageError
+from slurm_grpo.peers import LEADER, parse_peer
 
 Body: TypeAlias = dict[str, Any]
-
-LEADER = "trainer-0"
-
-
-class MessageError(SlurmGrpoError):
-    """A peer sent something the control plane does not understand: a bug in that peer."""
-
-
-def engine_name(engine_id: int) -> str:
-    return f"engine-{engine_id}"
-
-
-def trainer_name(trainer_rank: int) -> str:
-    return f"trainer-{trainer_rank}"
-
-
-def parse_peer(peer: str) -> tuple[str, int]:
-    """`engine-3` to ("engine", 3); raises MessageError for anything that is not a role's name."""
-    match = re.fullmatch(r"(engine|trainer)-(\d{1,6})", peer)
-    if match is None:
-        raise MessageError(
-            f"control plane: no peer is called {peer!r}; expected engine-<k> or trainer-<rank>."
-        )
-    return match[1], int(match[2])
-
 
 _ANY_ROLE = frozenset(("hello", "heartbeat"))
 _ENGINE = _ANY_ROLE | frozenset(

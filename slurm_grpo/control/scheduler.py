@@ -17,15 +17,9 @@ from slurm_grpo.config.schema import Config
 from slurm_grpo.control.assignment import Assignment
 from slurm_grpo.control.door import Door
 from slurm_grpo.control.evaluation import Evaluations
-from slurm_grpo.control.messages import (
-    LEADER,
-    Body,
-    MessageError,
-    check_body,
-    check_kind,
-    engine_name,
-    trainer_name,
-)
+from slurm_grpo.control.messages import Body, check_body, check_kind
+from slurm_grpo.errors import MessageError
+from slurm_grpo.peers import LEADER, engine_name, trainer_name
 
 View: TypeAlias = dict[str, Any]
 

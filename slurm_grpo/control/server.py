@@ -22,9 +22,9 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from slurm_grpo.control.messages import MessageError
 from slurm_grpo.control.scheduler import Scheduler
 from slurm_grpo.control.views import SentView
+from slurm_grpo.errors import MessageError
 from slurm_grpo.fsio import write_durably
 from slurm_grpo.run.directory import AttemptDir
 

@@ -22,7 +22,8 @@ from slurm_grpo.generator.publisher import FinishedEval, Publisher, sampling_par
 from slurm_grpo.run.metrics import MetricsWriter
 from slurm_grpo.run.versions import code_version
 from slurm_grpo.staging.layout import ShardHeader
-from slurm_grpo.tasks.base import PromptSpec, build_prompt_source
+from slurm_grpo.tasks.base import PromptSpec
+from slurm_grpo.tasks.registry import build_prompt_source
 from slurm_grpo.tasks.render import check_fits, render_prompt
 from slurm_grpo.types import Prompt
 

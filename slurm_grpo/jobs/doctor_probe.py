@@ -22,10 +22,10 @@ from slurm_grpo.config.loading import read_frozen
 from slurm_grpo.config.model_support import check_model_dir
 from slurm_grpo.config.schema import Config
 from slurm_grpo.control.address import host_address, interface_of
-from slurm_grpo.control.messages import LEADER, engine_name
 from slurm_grpo.errors import SlurmGrpoError, StorageError
 from slurm_grpo.fsio import link_durably, read_whole, write_durably
 from slurm_grpo.jobs.srun_steps import SrunLauncher
+from slurm_grpo.peers import LEADER, engine_name
 from slurm_grpo.run.directory import RunDir
 from slurm_grpo.run.versions import installed_versions
 from slurm_grpo.slurm.allocation import read_allocation

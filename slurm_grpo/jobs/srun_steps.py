@@ -31,7 +31,7 @@ from slurm_grpo.slurm.allocation import Allocation
 from slurm_grpo.slurm.placement import Seat, place
 from slurm_grpo.slurm.queue import expand_indices
 from slurm_grpo.slurm.script import Flags, adjusted, gpu_flags, node_groups
-from slurm_grpo.supervisor.environment import clean_environment
+from slurm_grpo.slurm.submit_env import clean_environment
 from slurm_grpo.supervisor.steps import LocalStep, Step, StepLauncher, StepSpec, start_local
 
 log = logging.getLogger(__name__)

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from slurm_grpo.control.address import address_of, host_address, interface_of
-from slurm_grpo.control.messages import LEADER
 from slurm_grpo.errors import ConfigError, ExitCode, SlurmGrpoError
 from slurm_grpo.fsio import read_whole, write_durably
+from slurm_grpo.peers import LEADER
 from slurm_grpo.run.directory import AttemptDir
 from slurm_grpo.run.versions import installed_versions
-from slurm_grpo.supervisor.environment import clean_environment, visible_gpus
+from slurm_grpo.slurm.submit_env import clean_environment
+from slurm_grpo.supervisor.environment import visible_gpus
 from slurm_grpo.supervisor.signals import SignalInbox
 from slurm_grpo.supervisor.steps import LocalStep, StepSpec, start_local
 

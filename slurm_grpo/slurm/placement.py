@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from slurm_grpo.config.schema import Config, NodesConfig
-from slurm_grpo.control.messages import engine_name, trainer_name
 from slurm_grpo.errors import ConfigError
+from slurm_grpo.peers import engine_name, trainer_name
 
 Hosts: TypeAlias = Sequence[str]
 

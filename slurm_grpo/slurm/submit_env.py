@@ -13,10 +13,42 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from slurm_grpo.errors import SlurmUnavailable, SubmissionRefused
-from slurm_grpo.supervisor.environment import is_leftover
 
+# A surrounding Slurm step, mpirun or torchrun would make libraries in the role join the wrong
+# party.
+_LEFTOVER_PREFIXES = (
+    "SLURM_",
+    "SBATCH_",
+    "SRUN_",
+    "PMI_",
+    "PMIX_",
+    "OMPI_",
+    "TORCHELASTIC_",
+    "MASTER_",
+)
+_LEFTOVERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "WANDB_SERVICE",
+    "WANDB_RUN_ID",
+    "MKL_NUM_THREADS",
+)
+_KEPT = ("SLURM_CONF",)
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 _TIMEOUT_S = 120.0
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a surrounding job, mpirun or torchrun set this variable for its own processes."""
+    return name not in _KEPT and (name.startswith(_LEFTOVER_PREFIXES) or name in _LEFTOVERS)
+
+
+def clean_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """`base` without what a surrounding job, step or launcher has put there."""
+    return {name: value for name, value in base.items() if not is_leftover(name)}
 
 
 def leftovers(env: Mapping[str, str]) -> list[str]:

@@ -8,7 +8,6 @@ is missed however fast they come.
 
 from __future__ import annotations
 
-import itertools
 import math
 import shlex
 import sys
@@ -19,30 +18,30 @@ from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from slurm_grpo.config.schema import Config
-from slurm_grpo.run.checkpoints import read_resumed_from
 from slurm_grpo.run.directory import RunDir
-from slurm_grpo.run.metrics import Row, parse_rows, valid_rows
+from slurm_grpo.run.metrics import Row
+from slurm_grpo.run.step_feed import StepFeed
 from slurm_grpo.run.summary import PHASES, Summary, evaluations
 from slurm_grpo.run.versions import PACKAGE_ROOT
+from slurm_grpo.run.words import (
+    PHASE_LABELS,
+    before_after,
+    clock,
+    duration,
+    facts_table,
+    number,
+    print_paths,
+    reward_line,
+    tokens_per_s,
+)
 
 _REFRESH_S = 1.0
-_LABEL_WIDTH = 22
-_SPARKS = "▁▂▃▄▅▆▇█"
-PHASE_LABELS = {
-    "wait": "waiting for episodes",
-    "read": "reading shards",
-    "forward_backward": "forward, backward",
-    "optimizer": "optimizer",
-    "sync": "sending weights",
-    "pause": "engines paused",
-}
 
 
 class Display(Protocol):
@@ -62,63 +61,6 @@ class Display(Protocol):
 def make_display(run: RunDir, cfg: Config, console: Console) -> Display:
     """The live panel on a terminal, plain lines anywhere else."""
     return LivePanel(run, cfg, console) if console.is_terminal else PlainLines(run, cfg, console)
-
-
-class StepFeed:
-    """The trainer's rows as they are written. Reads only what was added since the last look."""
-
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
-        self._offset = 0
-        self._all: list[Row] = []
-        self.rows: list[Row] = []
-        """Valid rows, sorted by step."""
-        self.poll()
-
-    def poll(self) -> bool:
-        """Whether there is something new."""
-        path = self._run.metrics_file("trainer")
-        if not path.exists():
-            return False
-        with path.open("rb") as file:
-            file.seek(self._offset)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        if not whole:
-            return False
-        self._offset += len(whole)
-        self._all += parse_rows(whole.decode(errors="replace"))
-        self.rows = valid_rows(self._all, read_resumed_from(self._run))
-        return True
-
-    @property
-    def steps(self) -> list[Row]:
-        """Rows of optimizer steps."""
-        return [row for row in self.rows if "trainer/step_s" in row]
-
-    @property
-    def last(self) -> Row:
-        """The row of the last step; empty before the first."""
-        return self.steps[-1] if self.steps else {}
-
-    @property
-    def n_steps(self) -> int:
-        return int(self.last.get("step", 0))
-
-    @property
-    def rewards(self) -> list[float]:
-        """Mean reward of every step that has one."""
-        return [row["reward/mean"] for row in self.steps if row.get("reward/mean") is not None]
-
-    def remaining_s(self, n_total: int) -> float | None:
-        """Seconds the steps up to `n_total` will take at the pace of the last ten; None before the
-        first."""
-        recent = [row["trainer/step_s"] for row in self.steps[-10:]]
-        return sum(recent) / len(recent) * (n_total - self.n_steps) if recent else None
-
-    def eta(self, n_total: int) -> str:
-        seconds = self.remaining_s(n_total)
-        return "-" if seconds is None else clock(seconds)
 
 
 class PlainLines:
@@ -290,33 +232,6 @@ def show_end(
         console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
 
 
-def facts_table(title: str) -> Table:
-    """For rows of a label and what there is to say."""
-    table = Table(title=title, title_justify="left", box=None, show_header=False)
-    table.add_column(style="dim", no_wrap=True, min_width=_LABEL_WIDTH)
-    table.add_column(overflow="fold")
-    return table
-
-
-def print_paths(console: Console, paths: Mapping[str, str | None]) -> None:
-    """Below a `facts_table`, which would cut long ones, the paths that there are."""
-    for name, path in paths.items():
-        if path is not None:
-            line = f" [dim]{name:<{_LABEL_WIDTH + 2}}[/dim]{escape(path)}"
-            console.print(line, highlight=False, soft_wrap=True)
-
-
-def tokens_per_s(generated: float | None, trained: float | None) -> str:
-    return f"{number(generated, 0)} generated   {number(trained, 0)} trained"
-
-
-def reward_line(rewards: list[float], console: Console) -> Text:
-    """The last reward, and all of them as a sparkline."""
-    line = Text(f"{number(rewards[-1] if rewards else None)} ")
-    line.append(sparkline(rewards, max(10, min(40, console.width - 46))), style="green")
-    return line
-
-
 def next_commands(run: RunDir, summary: Summary) -> list[tuple[str, str]]:
     """What to try after this run: (explanation, shell command)."""
     script = PACKAGE_ROOT / "launch" / "submit.py"  # a job's copy of the package is without it
@@ -343,17 +258,6 @@ def next_commands(run: RunDir, summary: Summary) -> list[tuple[str, str]]:
     ]
 
 
-def sparkline(values: list[float], width: int) -> str:
-    """`values` as bars of eight heights, squeezed to at most `width` columns."""
-    if not values:
-        return ""
-    n = min(width, len(values))
-    edges = [round(i * len(values) / n) for i in range(n + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, span = min(means), max(means) - min(means)
-    return "".join(_SPARKS[round(7 * (m - low) / span) if span else 0] for m in means)
-
-
 def _phase_bars(row: Row) -> RenderableType:
     table = Table.grid(padding=(0, 2), expand=True)
     table.add_column(style="dim", width=20, no_wrap=True)
@@ -372,32 +276,5 @@ def _phase_seconds(row: Row) -> dict[str, float]:
     return {phase: row[key] for phase, key in PHASES.items() if row.get(key) is not None}
 
 
-def before_after(points: Mapping[str, float | None]) -> str:
-    """An evaluation's values around training."""
-    before, after = points["before"], points["after"]
-    if after is None:
-        return f"{number(before)} before training"
-    return f"{number(before)} → {number(after)}"
-
-
 def _row_key(row: Row) -> tuple[int, int, bool]:
     return row["attempt"], row["step"], "trainer/step_s" in row
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """A value as people read it, `-` when there is none."""
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def duration(value: float | None) -> str:
-    """Seconds as people read them, `-` when there are none."""
-    if value is None:
-        return "-"
-    return f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"
-
-
-def clock(seconds: float) -> str:
-    """`4:05` or `1:04:05`."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

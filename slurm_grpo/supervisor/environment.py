@@ -13,30 +13,7 @@ from pathlib import Path
 from slurm_grpo.config.schema import Config
 from slurm_grpo.run.directory import RunDir
 from slurm_grpo.run.versions import PACKAGE_ROOT
-
-# A surrounding Slurm step, mpirun or torchrun would make libraries in the role join the wrong
-# party.
-_LEFTOVER_PREFIXES = (
-    "SLURM_",
-    "SBATCH_",
-    "SRUN_",
-    "PMI_",
-    "PMIX_",
-    "OMPI_",
-    "TORCHELASTIC_",
-    "MASTER_",
-)
-_LEFTOVERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "WANDB_SERVICE",
-    "WANDB_RUN_ID",
-    "MKL_NUM_THREADS",
-)
-_KEPT = ("SLURM_CONF",)
+from slurm_grpo.slurm.submit_env import clean_environment
 
 KEEPS_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
@@ -44,11 +21,6 @@ KEEPS_FREED_MEMORY = {
 }
 """Tells glibc to keep up to 256 MiB of freed memory: getting it anew, page by page, takes as long
 as building a shard."""
-
-
-def is_leftover(name: str) -> bool:
-    """Whether a surrounding job, mpirun or torchrun set this variable for its own processes."""
-    return name not in _KEPT and (name.startswith(_LEFTOVER_PREFIXES) or name in _LEFTOVERS)
 
 
 def role_environment(
@@ -62,7 +34,7 @@ def role_environment(
 ) -> dict[str, str]:
     """Environment of the process `peer`; `base` is the supervisor's own.
 
-    On Slurm, what depends on the node is added there (`task_entry.py`).
+    On Slurm, what depends on the node is added there (`jobs/task_entry.py`).
     """
     env = clean_environment(base)
     role, _, index = peer.rpartition("-")
@@ -95,11 +67,6 @@ def role_environment(
     if cfg.cluster.kind == "local" and (gpus := assign_gpus(visible_gpus(base), cfg, peer)):
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return env | site | {"PYTHONPATH": os.pathsep.join(filter(None, python_path))}
-
-
-def clean_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """`base` without what a surrounding job, step or launcher has put there."""
-    return {name: value for name, value in base.items() if not is_leftover(name)}
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:

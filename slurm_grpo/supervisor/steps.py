@@ -2,7 +2,7 @@
 where it runs.
 
 The supervisor is the caller: it hands over `StepSpec`s and gets a `Step` for each to poll,
-terminate and kill. This file has the local implementation, `srun_steps.py` the one for Slurm. Both
+terminate and kill. This file has the local implementation, `jobs/srun_steps.py` Slurm's. Both
 promise that a role's output goes to a file, never a pipe; that its exit code is written next to its
 log; and that neither a killed supervisor nor a killed step leaves a process behind. They know
 nothing about what the processes do.

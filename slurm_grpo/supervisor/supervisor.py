@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from slurm_grpo.config.schema import Config
-from slurm_grpo.control.messages import LEADER, engine_name, parse_peer, trainer_name
 from slurm_grpo.control.scheduler import Scheduler
 from slurm_grpo.control.server import ControlServer
 from slurm_grpo.errors import ConfigError, ExitCode, LockLost, SlurmGrpoError
 from slurm_grpo.fsio import write_durably
+from slurm_grpo.peers import LEADER, engine_name, parse_peer, trainer_name
 from slurm_grpo.run import proctree
 from slurm_grpo.run.attempt import AttemptRecord, RunLock, take_attempt
 from slurm_grpo.run.directory import RunDir

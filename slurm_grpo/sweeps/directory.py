@@ -17,6 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_origin
 
+from slurm_grpo.checks.load import load_config
 from slurm_grpo.config import loading as config_io
 from slurm_grpo.config.schema import Config
 from slurm_grpo.config.values import convert, option_types
@@ -43,7 +44,7 @@ def plan_elements(sweep: Sweep, overrides: Sequence[str], site: Path | None) -> 
     `overrides` change the base, as on the command line of submit.py. Raises ConfigError with one
     report about all elements.
     """
-    base = config_io.load_config(sweep.base, overrides, site=site, check=False)
+    base = config_io.read_config(sweep.base, overrides, site=site)
     folder = Path(base.run.runs_dir) / sweep.name
     if (folder / "config.yaml").exists():
         raise ConfigError(
@@ -59,9 +60,7 @@ def plan_elements(sweep: Sweep, overrides: Sequence[str], site: Path | None) -> 
         name = f"{sweep.name}-{index:03}"
         own = {"run.runs_dir": str(folder), "run.name": name}
         try:
-            config = config_io.load_config(
-                sweep.base, [*overrides, *_options(changes | own)], site=site
-            )
+            config = load_config(sweep.base, [*overrides, *_options(changes | own)], site=site)
         except ConfigError as error:
             for line in str(error).splitlines()[1:] or [str(error)]:
                 problems[line.strip()].add(index)

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slurm_grpo.config.schema import TaskConfig
-
 Message = dict[str, str]
 """`{"role": ..., "content": ...}`"""
 
@@ -41,22 +39,6 @@ class PromptSource(Protocol):
     def eval_prompts(self, n: int) -> list[PromptSpec]:
         """The first n held-out prompts, all if there are fewer; the same for every seed."""
         ...
-
-
-def build_prompt_source(cfg: TaskConfig, seed: int) -> PromptSource:
-    """The source of `cfg.name`. Raises `ConfigError` when a prompt file cannot be used."""
-    # Here, since the tasks import the types above.
-    from slurm_grpo.tasks.addition import Addition
-    from slurm_grpo.tasks.jsonl import JsonlRows
-    from slurm_grpo.tasks.sum_digits import SumDigits
-
-    match cfg.name:
-        case "addition":
-            return Addition(seed)
-        case "sum_digits":
-            return SumDigits(seed)
-        case "jsonl":
-            return JsonlRows(cfg, seed)
 
 
 def group_random(task: str, seed: int, group_id: int) -> random.Random:

@@ -23,7 +23,7 @@ from slurm_grpo.run.metrics import MetricsWriter, WandbLogger
 from slurm_grpo.staging.manifest import load_state
 from slurm_grpo.staging.retention import Retention
 from slurm_grpo.staging.shards import read_groups
-from slurm_grpo.tasks.base import build_prompt_source
+from slurm_grpo.tasks.registry import build_prompt_source
 from slurm_grpo.trainer.batching import assign_to_ranks
 from slurm_grpo.trainer.checkpoint import export_hf, load_checkpoint, prune, save_checkpoint
 from slurm_grpo.trainer.crew import Crew

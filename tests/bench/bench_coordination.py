@@ -32,10 +32,10 @@ from slurm_grpo.config.schema import (
     TrainerConfig,
 )
 from slurm_grpo.control.client import ControlClient
-from slurm_grpo.control.messages import LEADER, engine_name, trainer_name
 from slurm_grpo.control.scheduler import Scheduler
 from slurm_grpo.control.server import ControlServer
 from slurm_grpo.control.views import HeldView
+from slurm_grpo.peers import LEADER, engine_name, trainer_name
 from slurm_grpo.run.directory import AttemptDir
 from slurm_grpo.staging.shards import GroupRef, ShardRef
 

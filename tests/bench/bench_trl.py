@@ -32,8 +32,8 @@ from bench_line import print_bench_line, spread
 from slurm_grpo.config.schema import TaskConfig
 from slurm_grpo.run.directory import RunDir
 from slurm_grpo.run.metrics import read_metrics
-from slurm_grpo.tasks.base import build_prompt_source
 from slurm_grpo.tasks.judges import last_number
+from slurm_grpo.tasks.registry import build_prompt_source
 from slurm_grpo.tasks.render import render_prompt
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler_bench import LEADER, Bench, config
-from slurm_grpo.control.messages import MessageError
+from slurm_grpo.errors import MessageError
 
 
 def test_nothing_is_assigned_before_begin_nor_before_the_first_version_is_installed() -> None:

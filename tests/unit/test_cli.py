@@ -69,7 +69,9 @@ def test_a_command_that_follows_a_run_starts_at_once_and_without_torch(name: str
 
 
 def test_a_reader_that_goes_away_ends_a_command_quietly() -> None:
-    line = "import sys; from slurm_grpo.commands.main import main; sys.exit(main(['episodes', 'schema']))"
+    line = (
+        "from slurm_grpo.commands.main import main; raise SystemExit(main(['episodes', 'schema']))"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", line], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
     )

@@ -10,7 +10,7 @@ import pytest
 
 from model_shell import make_model_shell
 from slurm_grpo.checks.cluster import check_cluster
-from slurm_grpo.config.loading import load_config
+from slurm_grpo.checks.load import load_config
 from slurm_grpo.config.schema import (
     ClusterConfig,
     Config,

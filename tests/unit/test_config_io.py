@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from model_shell import make_model_shell
-from slurm_grpo.config.loading import check_config, freeze_config, load_config, read_frozen
+from slurm_grpo.checks.load import check_config, load_config
+from slurm_grpo.config.loading import freeze_config, read_frozen
 from slurm_grpo.config.schema import (
     AlgorithmConfig,
     Config,

@@ -18,10 +18,9 @@ import zmq
 
 from slurm_grpo.config.schema import ClusterConfig, Config, ModelConfig
 from slurm_grpo.control.client import ControlClient
-from slurm_grpo.control.messages import MessageError
 from slurm_grpo.control.scheduler import Scheduler
 from slurm_grpo.control.server import ControlServer
-from slurm_grpo.errors import DeadlineExceeded, Stopped
+from slurm_grpo.errors import DeadlineExceeded, MessageError, Stopped
 from slurm_grpo.run.directory import AttemptDir
 
 HOST = "127.0.0.1"

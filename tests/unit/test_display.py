@@ -14,15 +14,10 @@ from slurm_grpo.run.attempt import take_attempt
 from slurm_grpo.run.directory import RunDir
 from slurm_grpo.run.metrics import MetricsWriter
 from slurm_grpo.run.plots import plot_reward
+from slurm_grpo.run.step_feed import StepFeed
 from slurm_grpo.run.summary import build_summary
-from slurm_grpo.supervisor.display import (
-    LivePanel,
-    PlainLines,
-    StepFeed,
-    make_display,
-    show_end,
-    sparkline,
-)
+from slurm_grpo.run.words import sparkline
+from slurm_grpo.supervisor.display import LivePanel, PlainLines, make_display, show_end
 
 CONFIG = Config(model=ModelConfig(path="m"), run=RunConfig(steps=40, seed=2))
 STATE = ("training", {"engine-0": "version 12", "engine-1": "starting"})

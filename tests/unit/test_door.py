@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler_bench import LEADER, Bench, config
-from slurm_grpo.control.messages import MessageError
+from slurm_grpo.errors import MessageError
 
 
 def test_everybody_goes_only_when_all_are_at_the_door() -> None:

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+ROOMS = (
+    ("errors", "types", "peers", "fsio"),
+    ("config",),
+    ("slurm",),
+    ("run",),
+    ("tasks", "algorithms"),
+    ("checks", "control"),
+    ("weights", "staging"),
+    ("generator", "trainer"),
+    ("supervisor",),
+    ("jobs", "sweeps"),
+    ("analysis",),
+    ("commands",),
+)
+"""A room imports from those above it, never from those below or beside it."""
 LIGHT = [
     *(ROOT / "slurm_grpo").glob("*.py"),
-    *(ROOT / "slurm_grpo/slurm").glob("*.py"),
+    *(
+        path
+        for room in ("config", "slurm", "tasks", "checks", "supervisor", "jobs", "sweeps")
+        for path in (ROOT / "slurm_grpo" / room).glob("*.py")
+    ),
     *(ROOT / "slurm_grpo/commands").glob("*.py"),
-    *(ROOT / "slurm_grpo/tasks").glob("*.py"),
     *(ROOT / "launch").glob("*.py"),
 ]
 SCRIPT = """
@@ -40,6 +59,35 @@ def test_root_slurm_tasks_and_launch_import_nothing_heavy() -> None:
     assert "" in (slow_ones() for _ in range(3))
 
 
+def test_imports_run_one_way_from_room_to_room() -> None:
+    floor = {name: i for i, names in enumerate(ROOMS) for name in names}
+    places = {p.stem if p.is_file() else p.name for p in (ROOT / "slurm_grpo").glob("[a-z]*")}
+    assert places == set(floor)
+    upwards = [
+        f"{path.relative_to(ROOT)} imports slurm_grpo.{target}"
+        for path in (ROOT / "slurm_grpo").rglob("*.py")
+        for target in imported_rooms(path)
+        if (room := room_of(path)) != target and floor[room] <= floor[target]
+        if room not in ROOMS[0] or target not in ROOMS[0]
+    ]
+    assert upwards == []
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT / "slurm_grpo").parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Of the package, also inside functions; by the module that a name comes from."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    return {name.split(".")[1] for name in names if name.startswith("slurm_grpo.")}
+
+
 def test_package_init_files_are_empty_but_for_the_analysis_library() -> None:
     filled = [p for p in (ROOT / "slurm_grpo").rglob("__init__.py") if p.read_text()]
     assert filled == [ROOT / "slurm_grpo/analysis/__init__.py"]
@@ -50,7 +98,7 @@ def test_vllm_and_torchtitan_are_imported_where_they_belong() -> None:
         place = str(path.relative_to(ROOT / "slurm_grpo"))
         lines = [line.strip() for line in path.read_text().splitlines()]
         if any(line.startswith(("import vllm", "from vllm")) for line in lines):
-            assert place in ("generator/engine.py", "generator/weight_receiver.py")
+            assert place in ("generator/engine.py", "weights/receiver.py")
         if any(line.startswith(("import torchtitan", "from torchtitan")) for line in lines):
             assert place.startswith("trainer/")
 

@@ -177,7 +177,7 @@ def test_failed_stage_shows_its_output_ends_the_script_and_is_repeated(run_setup
 
 LIGHT_MODULES = sorted(
     str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
-    for pattern in ("*.py", "slurm/*.py", "tasks/*.py")
+    for pattern in ("*.py", "config/*.py", "checks/*.py", "slurm/*.py", "tasks/*.py", "jobs/*.py")
     for path in (ROOT / "slurm_grpo").glob(pattern)
     if path.name != "__init__.py"
 )

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from scheduler_bench import LEADER, Bench, config
-from slurm_grpo.control.messages import MessageError
 from slurm_grpo.control.scheduler import Scheduler
+from slurm_grpo.errors import MessageError
 
 # Liveness
 

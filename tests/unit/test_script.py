@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from model_shell import make_model_shell
-from slurm_grpo.config.loading import load_config
+from slurm_grpo.checks.load import load_config
 from slurm_grpo.config.schema import Config
 from slurm_grpo.jobs import srun_steps
 from slurm_grpo.jobs.srun_steps import srun_command

@@ -12,8 +12,9 @@ import pytest
 from slurm_grpo.config.schema import TaskConfig
 from slurm_grpo.errors import ConfigError
 from slurm_grpo.tasks import addition, sum_digits
-from slurm_grpo.tasks.base import PromptSource, PromptSpec, build_prompt_source
+from slurm_grpo.tasks.base import PromptSource, PromptSpec
 from slurm_grpo.tasks.judges import last_number
+from slurm_grpo.tasks.registry import build_prompt_source
 from slurm_grpo.tasks.render import check_fits, render_prompt
 
 
