@@ -109,6 +109,8 @@ def _answer_problems(path: Path, rows: list[Row], cfg: ScorerConfig) -> list[str
             expected = "a text or number"
         elif cfg.name == "last_number" and judges.parse_number(str(row.answer)) is None:
             expected = "a number, since task.scorer.name = last_number"
+            if "," in str(row.answer):
+                expected += "; a comma separates thousands only, as in 1,024"
         else:
             continue
         problems.append(f"{path}:{row.line}: `answer` is {row.answer!r}; expected {expected}.")

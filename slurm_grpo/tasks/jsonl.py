@@ -104,6 +104,8 @@ def _parse(line: bytes, number: int) -> Row | str:
         return f"not valid JSON: {error.msg} in column {error.colno}. Write one object a line."
     except RecursionError:
         return "nested too deeply. Write a flat object."
+    except ValueError:  # Python reads no longer ones
+        return "a number has more than 4,300 digits. Write it as a text, in quotes."
     if not isinstance(row, dict):
         return f"{type(row).__name__} found; expected an object with `prompt` and `answer`."
     for name in ("prompt", "answer"):
@@ -118,6 +120,11 @@ def _parse(line: bytes, number: int) -> Row | str:
         reason = _message_problem(prompt)
     else:
         reason = f"`prompt` is {type(prompt).__name__}; expected a text or a list of messages."
+    try:
+        json.dumps([prompt, row["answer"]], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])[1:-1]
+        reason = reason or f"{half} is half a character (a lone surrogate). Write both halves."
     return reason or Row(line=number, prompt=prompt, answer=row["answer"])
 
 

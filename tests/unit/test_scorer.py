@@ -15,7 +15,7 @@ import pytest
 from slurm_grpo.config.schema import ScorerConfig
 from slurm_grpo.errors import ConfigError, ScorerLimitExceeded
 from slurm_grpo.run import proctree
-from slurm_grpo.tasks.judges import exact, last_number, regex_judge
+from slurm_grpo.tasks.judges import exact, last_number, parse_number, regex_judge
 from slurm_grpo.tasks.scorer import Scorer, ScoreResult
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +106,24 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Scorer]]:
         ("x=-13", -13, True),
         ("(-13)", -13, True),
         ("37.0", 37, True),
+        ("1,2", 12, False),
+        ("1,5", 15, False),
+        ("12,34", 1234, False),
+        ("0,123", "0.123", False),
+        ("= 12 345", 12345, True),
+        ("= 12\u202f345", 12345, True),
+        ("1{,}024", 1024, True),
+        ("1e3", 1000, True),
+        ("about 2.5E-1", 0.25, True),
+        ("6 \\times 10^{3}", 6000, True),
+        ("2 \u00d7 10\u00b3", 2000, True),
+        ("- 5", -5, True),
+        ("x = - 5", -5, True),
+        ("Answers:\n- 5", 5, True),
+        ("pages 10\u201320", 20, True),
+        ("= \u20135", -5, True),
+        ("-$5", -5, True),
+        ("\u0663\u066b\u0661\u0664", 3.14, True),
         ("3.14", "3.14", True),
         ("about .5", 0.5, True),
         ("37%", 37, True),
@@ -123,6 +141,11 @@ def test_last_number_reads_numbers_as_people_write_them(
     text: str, target: Any, right: bool
 ) -> None:
     assert last_number(text, target) is right
+
+
+@pytest.mark.parametrize("answer", ["1,5", "1,2", "12,34", "1.234.567", "0,123", "1e", ""])
+def test_a_text_that_is_not_one_number_for_certain_is_none(answer: str) -> None:
+    assert parse_number(answer) is None
 
 
 def test_exact_compares_texts_up_to_outer_white_space() -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slurm_grpo.config.schema import TaskConfig
+from slurm_grpo.checks.task import check_task
+from slurm_grpo.config.schema import Config, TaskConfig
 from slurm_grpo.errors import ConfigError
 from slurm_grpo.tasks import addition, sum_digits
 from slurm_grpo.tasks.base import PromptSource, PromptSpec
+from slurm_grpo.tasks.jsonl import read_rows
 from slurm_grpo.tasks.judges import last_number
 from slurm_grpo.tasks.registry import build_prompt_source
 from slurm_grpo.tasks.render import check_fits, render_prompt
@@ -191,3 +193,30 @@ def test_a_prompt_that_leaves_no_room_for_a_completion_is_refused() -> None:
     empty = render_prompt(PromptSpec(task="t", messages=None, text="", target=1), ByteTokenizer())
     with pytest.raises(ConfigError, match="no tokens"):
         check_fits(empty, max_new_tokens=4, max_tokens=11)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ('{"prompt": "a\\ud83d", "answer": 1}', r"\ud83d is half a character"),
+        ('{"prompt": "a", "answer": ["\\ude00"]}', r"\ude00 is half a character"),
+        ('{"prompt": "a", "answer": ' + 5001 * "9" + "}", "more than 4,300 digits"),
+    ],
+)
+def test_a_row_that_no_file_can_hold_is_refused_with_its_line(
+    tmp_path: Path, row: str, reason: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "answer": 1}\n' + row)
+    [problem] = read_rows(path)[1]
+    assert problem.startswith(f"{path}:2: ")
+    assert reason in problem
+
+
+def test_an_ambiguous_answer_is_refused_at_submission(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "answer": answer} for answer in ("1,024", "1e3", "1,5")]
+    cfg = Config(task=jsonl(tmp_path, rows))
+    [(keys, problem)] = check_task(cfg)
+    assert keys == ("task.path",)
+    assert "rows.jsonl:3: `answer` is '1,5'; expected a number" in problem
+    assert "a comma separates thousands only" in problem
