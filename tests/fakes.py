@@ -95,7 +95,7 @@ def fake_trainer(context: RoleContext, orders: dict[str, Any]) -> None:
     metrics = MetricsWriter(context.run.metrics_file("trainer"), attempt=context.attempt)
     client.send("trainer_store", address=STORE)
     client.send("progress", phase="first weights")
-    client.send("begin", next_group=0, n_dropped=0, consumed=[], available=[])
+    client.send("begin", next_group=0, n_dropped=0, consumed=[], available=[], spare=0)
     hand_over(context, 0)
     metrics.log(0, {"eval/held_out/accuracy": 0.25, "eval/held_out/reward": 0.25})
     for step in range(1, cfg.run.steps + 1):
@@ -105,7 +105,7 @@ def fake_trainer(context: RoleContext, orders: dict[str, Any]) -> None:
             client.send("finish", status="stopped")
             return
         time.sleep(orders.get("step_s", 0.01))
-        client.send("consumed", step=step, group_ids=groups, dropped=[])
+        client.send("consumed", version=step, group_ids=groups, dropped=[], spare=0)
         hand_over(context, step)
         row = {"trainer/step_s": 0.1, "reward/mean": step / cfg.run.steps, "groups": len(groups)}
         metrics.log(step, row)

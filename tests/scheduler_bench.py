@@ -71,6 +71,7 @@ class Bench:
             "n_dropped": 0,
             "consumed": [],
             "available": [],
+            "spare": 0,
         }
         self.tell(LEADER, "begin", **body | changes)
 

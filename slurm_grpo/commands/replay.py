@@ -37,6 +37,7 @@ _IGNORED = (
     "algorithm.max_staleness",
     "algorithm.order",
     "algorithm.drop_zero_spread",
+    "algorithm.oversample",
     "algorithm.max_dropped_per_step",
     "cluster.kind",
     "cluster.allocation",

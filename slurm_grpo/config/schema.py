@@ -107,6 +107,9 @@ class AlgorithmConfig:
     """Train on groups by group id (`strict`) or as they become ready (`ready`)."""
     drop_zero_spread: bool = False
     """Replace groups whose rewards are all equal (they carry no gradient) by further prompts."""
+    oversample: Annotated[float, Range(lambda x: 1 <= x < 1e6, "at least 1, such as 4")] = 4.0
+    """Expect groups to be dropped as in the steps before and generate so many more at once.
+    At most this many times what is missing; 1: no more than that."""
     max_dropped_per_step: Count = 160
     """Groups one step may drop before the run fails instead of searching for ever."""
 

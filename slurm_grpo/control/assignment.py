@@ -38,7 +38,8 @@ class Assignment:
 
     In strict mode every engine has a pool of its own (the ids congruent to it), so that a group
     never moves; otherwise one pool serves all. `g < groups_per_step * (v + 1 + max_staleness) +
-    n_dropped` bounds what version v may take.
+    n_dropped + spare` bounds what version v may take: `spare` more groups are expected to be
+    dropped, as the trainer says together with what is done, so that a round is given out whole.
     """
 
     def __init__(self, cfg: Config) -> None:
@@ -50,6 +51,7 @@ class Assignment:
         self._n_engines = generator.n_engines
         self._capacity = max(1, generator.engine.max_num_seqs // algorithm.group_size) + 1
         self._n_dropped = 0
+        self._spare = (0, 0)  # from this version on, so many
         self._pools: list[_Pool] = []  # empty until begin
         self._owner: dict[int, int] = {}
         self._outstanding: list[set[int]] = [set() for _ in range(self._n_engines)]
@@ -65,6 +67,7 @@ class Assignment:
         n_dropped: int,
         consumed: Iterable[int],
         available: Iterable[dict[str, Any]],
+        spare: int,
     ) -> None:
         """Start the cursor: every id below `next_group` is done, `available` shards count as
         announced.
@@ -72,6 +75,7 @@ class Assignment:
         if self._pools:
             raise MessageError("begin: received twice in one attempt.")
         self._n_dropped = n_dropped
+        self._spare = (0, spare)
         self._done_below = next_group
         self._finish(consumed)
         if self._strict:
@@ -85,7 +89,9 @@ class Assignment:
     def limit(self, version: int) -> int:
         """First id that an engine with `version` installed may not be given."""
         steps = min(version + 1 + self._max_staleness, self._steps)
-        return self._groups_per_step * steps + self._n_dropped
+        from_version, spare = self._spare
+        more = spare if version >= from_version else 0
+        return self._groups_per_step * steps + self._n_dropped + more
 
     def assign(self, versions: Mapping[int, int], n_ready: int) -> set[int]:
         """Hand ids to the engines in `versions` (id -> installed version); returns those that got
@@ -139,8 +145,13 @@ class Assignment:
                 )
         return self._record(shard)
 
-    def consumed(self, group_ids: Iterable[int], dropped: list[int]) -> set[int]:
-        """Groups trained on and groups dropped are done; each dropped one allows a further id."""
+    def consumed(
+        self, group_ids: Iterable[int], dropped: list[int], version: int, spare: int
+    ) -> set[int]:
+        """Groups trained on and groups dropped are done; each dropped one allows a further id, and
+        engines that hold `version` or a newer one may take `spare` beyond that.
+        """
+        self._spare = (version, spare)
         self._n_dropped += sum(not self._is_done(g) for g in set(dropped))
         return self._finish([*group_ids, *dropped])
 

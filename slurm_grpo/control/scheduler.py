@@ -201,9 +201,10 @@ class Scheduler:
         n_dropped: int,
         consumed: list[int],
         available: list[Body],
+        spare: int,
         **_: Any,
     ) -> None:
-        self._assignment.begin(next_group, n_dropped, consumed, available)
+        self._assignment.begin(next_group, n_dropped, consumed, available, spare)
         sender.state = "ready"
         self._touch()
 
@@ -233,9 +234,16 @@ class Scheduler:
         self._touch_views(*self._engines)
 
     def _on_consumed(
-        self, sender: _Peer, /, step: int, group_ids: list[int], dropped: list[int], **_: Any
+        self,
+        sender: _Peer,
+        /,
+        version: int,
+        group_ids: list[int],
+        dropped: list[int],
+        spare: int,
+        **_: Any,
     ) -> None:
-        settled = self._assignment.consumed(group_ids, dropped)
+        settled = self._assignment.consumed(group_ids, dropped, version, spare)
         self._touch(*(self._engines[e] for e in settled))
 
     def _on_lost(self, sender: _Peer, /, group_ids: list[int], **_: Any) -> None:

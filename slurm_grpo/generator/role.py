@@ -109,6 +109,10 @@ class GeneratorLoop:
     def _admit(self, view: dict[str, Any]) -> None:
         wanted = orders(view)
         algorithm = self._cfg.algorithm
+        if self._cfg.strict_mode and wanted - self._admitted and not self._engine.n_unfinished:
+            # What rounds before left in the prefix cache must not differ between a run and its
+            # resumption, which may have found them on disk.
+            self._engine.reset_cache()
         for group_id, _ in sorted(wanted - self._admitted):
             prompt = self._render(self._source.train_prompt(group_id))
             seed = sample_seed(self._cfg.run.seed, group_id, algorithm.group_size)

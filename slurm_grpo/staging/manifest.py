@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from slurm_grpo.algorithms.rounds import HISTORY_STEPS, n_to_ask
 from slurm_grpo.errors import ShardError
 from slurm_grpo.fsio import (
     link_durably,
@@ -50,7 +51,15 @@ class Manifest:
     step: int
     attempt: int
     groups: tuple[tuple[int, str], ...]  # (group id, shard path relative to the run directory)
-    dropped: tuple[int, ...]  # groups given up while this step was picked
+    dropped: tuple[int, ...]  # groups given up while this step was picked, for whatever reason
+    stale: tuple[int, ...] = ()  # those of `dropped` that came too late
+    surplus: tuple[int, ...] = ()  # those of `dropped` that were useful and not needed
+
+    @property
+    def usefulness(self) -> tuple[int, int]:
+        """Groups that could be trained on, and those that were looked at."""
+        useful = len(self.groups) + len(self.surplus)
+        return useful, len(self.groups) + len(self.dropped) - len(self.stale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +73,8 @@ class ResumeState:
     dropped: frozenset[int]
     available: list[ShardRef]
     """By lowest group id; no group twice; `groups` of a ref holds the usable ones only."""
+    history: tuple[tuple[int, int], ...] = ()
+    """`Manifest.usefulness` of the last steps, as `n_to_ask` takes it."""
 
 
 def publish_manifest(run: RunDir, manifest: Manifest) -> Path:
@@ -98,6 +109,8 @@ def read_manifest(path: Path) -> Manifest:
             attempt=int(body["attempt"]),
             groups=tuple((int(g), str(shard)) for g, shard in body["groups"]),
             dropped=tuple(int(g) for g in body["dropped"]),
+            stale=tuple(int(g) for g in body.get("stale", ())),
+            surplus=tuple(int(g) for g in body.get("surplus", ())),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ShardError(f"manifest {path}: damaged: {type(error).__name__}: {error}.") from error
@@ -128,6 +141,7 @@ def load_state(
     strict: bool,
     groups_per_step: int,
     max_staleness: int,
+    oversample: float = 1.0,
     deadline_s: float = RESUME_DEADLINE_S,
 ) -> ResumeState:
     """Derive the prompt cursor and the reusable shards for an attempt starting from `resume_step`.
@@ -145,7 +159,9 @@ def load_state(
     done = consumed | dropped
     next_group = next(g for g in range(len(done) + 1) if g not in done)
 
-    window = range(next_group, next_group + groups_per_step)
+    history = tuple(m.usefulness for m in committed[-HISTORY_STEPS:])
+    first_round = n_to_ask(groups_per_step, history, oversample)
+    window = range(next_group, next_group + first_round)
     available: list[ShardRef] = []
     taken = set(done)
     for path, name in list_shards(run):
@@ -175,6 +191,7 @@ def load_state(
         consumed=consumed,
         dropped=dropped,
         available=available,
+        history=history,
     )
 
 

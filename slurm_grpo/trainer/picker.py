@@ -3,17 +3,19 @@ trains on it.
 
 Runs on trainer rank 0 only. What it waits for are announcements in the control plane's view;
 engines unblock it. It drops groups that are too stale or carry no signal and tells the scheduler,
-which then assigns further ones.
+together with how many more to assign. In strict mode groups come in rounds, each judged when all of
+it is there, so that neither what is generated nor what is chosen depends on who finishes first.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from slurm_grpo.algorithms.rounds import HISTORY_STEPS, n_to_ask
 from slurm_grpo.config.schema import Config
 from slurm_grpo.control.client import ControlClient, who_is_missing
 from slurm_grpo.errors import DeadlineExceeded, ShardError, SlurmGrpoError
@@ -32,6 +34,10 @@ class StepPlan:
     groups: tuple[tuple[GroupRef, ShardRef], ...]
     n_dropped_stale: int
     n_dropped_no_signal: int
+    n_surplus: int
+    """Useful groups that this step did not need and the next could not use any more."""
+    n_rounds: int
+    """How often groups were asked for, the first time included."""
 
 
 class StepSource(Protocol):
@@ -52,9 +58,13 @@ class Picker:
         self._attempt = attempt
         self._client = client
         self._next_group = state.next_group
+        self._history = list(state.history)
+        self._round_stop = len(state.consumed | state.dropped)
+        """Strict mode: the first group beyond the round that is being generated."""
+        self._n_rounds = 1
         self._verdicts: dict[str, bool] = {}
-        """Whether a shard, by path, is intact; the view may still show a damaged one for a moment.
-        """
+        """Whether a shard, by path, is intact, as long as the view shows it: a damaged one may
+        still be there for a moment."""
         self._done: set[int] = set(state.consumed | state.dropped)
         """Groups consumed or dropped; the view may still show them for a moment."""
         self._dropped: dict[int, str] = {}
@@ -78,34 +88,77 @@ class Picker:
             return None
         chosen = chosen[:needed]
         ids = [group.group_id for group, _ in chosen]
-        reasons = list(self._dropped.values())
-        publish_manifest(
-            self._run,
-            Manifest(
-                step=step,
-                attempt=self._attempt,
-                groups=tuple((group.group_id, ref.path) for group, ref in chosen),
-                dropped=tuple(sorted(self._dropped)),
-            ),
+        rest = [group for g, (group, _) in available.items() if g not in set(ids)]
+        surplus = {g.group_id: "surplus" for g in rest if self._is_stale(g, step + 1)}
+        self._dropped |= surplus
+        manifest = Manifest(
+            step=step,
+            attempt=self._attempt,
+            groups=tuple((group.group_id, ref.path) for group, ref in chosen),
+            dropped=tuple(sorted(self._dropped)),
+            stale=self._dropped_for("stale"),
+            surplus=self._dropped_for("surplus"),
         )
-        self._client.send("consumed", step=step, group_ids=ids, dropped=[])
-        self._done.update(ids)
+        publish_manifest(self._run, manifest)
+        plan = StepPlan(
+            step=step,
+            groups=tuple(chosen),
+            n_dropped_stale=len(manifest.stale),
+            n_dropped_no_signal=len(self._dropped_for("no signal")),
+            n_surplus=len(manifest.surplus),
+            n_rounds=self._n_rounds,
+        )
+        self._history = [*self._history, manifest.usefulness][-HISTORY_STEPS:]
+        self._settle(step, ids, sorted(surplus), len(rest) - len(surplus))
+        self._start_step()
+        return plan
+
+    def first_spare(self, version: int, available: Iterable[ShardRef]) -> int:
+        """The `spare` of the attempt's first round, which `available` shards are a part of."""
+        groups = [group for ref in available for group in ref.groups]
+        kept = [g for g in groups if self._reason_to_drop(g, version + 1) is None]
+        return self._spare(version, 0 if self._cfg.strict_mode else len(kept))
+
+    def _spare(self, version: int, n_kept: int) -> int:
+        """Groups that engines with `version` may be given beyond what the steps that can train on
+        them still miss, since so many are expected to be dropped; `version` steps are done, and
+        `n_kept` groups are there for the next. Strict mode: begins a round.
+        """
+        algorithm = self._cfg.algorithm
+        if algorithm.order == "ready" and not algorithm.max_staleness:
+            return 0  # the rest of a round would still be in the engines when the weights change
+        steps = min(version + 1 + algorithm.max_staleness, self._cfg.run.steps)
+        missing = algorithm.groups_per_step * (steps - version) - n_kept
+        n = n_to_ask(missing, self._history, algorithm.oversample)
+        self._round_stop += n
+        return max(0, n - missing)
+
+    def _settle(self, version: int, ids: list[int], dropped: list[int], n_kept: int) -> None:
+        """These groups are trained on, those dropped: the scheduler hears of it, and of what
+        engines with `version` may be asked for in their place.
+        """
+        spare = self._spare(version, n_kept)
+        self._client.send("consumed", version=version, group_ids=ids, dropped=dropped, spare=spare)
+        self._done.update(ids, dropped)
+
+    def _start_step(self) -> None:
+        """Forget what only the step that was picked needed."""
         self._dropped = {}
         self._waiting_since = None
+        self._n_rounds = 1
         while self._next_group in self._done:
             self._done.discard(self._next_group)
             self._next_group += 1
-        return StepPlan(
-            step=step,
-            groups=tuple(chosen),
-            n_dropped_stale=reasons.count("stale"),
-            n_dropped_no_signal=reasons.count("no signal"),
-        )
+
+    def _dropped_for(self, reason: str) -> tuple[int, ...]:
+        return tuple(sorted(g for g, why in self._dropped.items() if why == reason))
 
     def _announced(self, step: int) -> dict[int, tuple[GroupRef, ShardRef]]:
         """Usable groups in the order of their announcement; drops what cannot be trained on."""
         usable: dict[int, tuple[GroupRef, ShardRef]] = {}
-        for row in self._client.view["shards"].values():
+        shards = self._client.view["shards"]
+        self._verdicts = {path: good for path, good in self._verdicts.items() if path in shards}
+        for row in shards.values():
             ref = ShardRef.from_json(row)
             wanted = [
                 g
@@ -114,9 +167,10 @@ class Picker:
             ]
             if wanted and self._intact(ref):
                 usable.update({group.group_id: (group, ref) for group in wanted})
-        n_wanted = self._cfg.algorithm.groups_per_step
-        if self._cfg.strict_mode and len(list(self._choose(usable))) < n_wanted:
-            return {}  # drop once the whole step is there: order of arrival is immaterial
+        if self._cfg.strict_mode and not all(
+            g in usable or g in self._done for g in range(self._next_group, self._round_stop)
+        ):
+            return {}  # judge the round once it is whole: order of arrival is immaterial
         newly_dropped = {
             group.group_id: reason
             for group, _ in usable.values()
@@ -124,11 +178,10 @@ class Picker:
         }
         if newly_dropped:
             self._dropped |= newly_dropped
-            self._done |= newly_dropped.keys()
-            self._client.send("consumed", step=step, group_ids=[], dropped=sorted(newly_dropped))
-        return {
-            group_id: pair for group_id, pair in usable.items() if group_id not in newly_dropped
-        }
+            usable = {g: pair for g, pair in usable.items() if g not in newly_dropped}
+            self._settle(step - 1, [], sorted(newly_dropped), len(usable))
+            self._n_rounds += len(usable) < self._cfg.algorithm.groups_per_step
+        return usable
 
     def _intact(self, ref: ShardRef) -> bool:
         if ref.path not in self._verdicts:
@@ -143,11 +196,14 @@ class Picker:
         return self._verdicts[ref.path]
 
     def _reason_to_drop(self, group: GroupRef, step: int) -> str | None:
-        if step - 1 - group.oldest_version > self._cfg.algorithm.max_staleness:
+        if self._is_stale(group, step):
             return "stale"
         if group.n_trainable == 0 or (self._cfg.algorithm.drop_zero_spread and group.zero_spread):
             return "no signal"
         return None
+
+    def _is_stale(self, group: GroupRef, step: int) -> bool:
+        return step - 1 - group.oldest_version > self._cfg.algorithm.max_staleness
 
     def _choose(
         self, usable: dict[int, tuple[GroupRef, ShardRef]]

@@ -61,6 +61,8 @@ class RecordedSteps:
             groups=tuple((facts[group_id], refs[path]) for group_id, path in manifest.groups),
             n_dropped_stale=0,
             n_dropped_no_signal=0,
+            n_surplus=0,
+            n_rounds=0,
         )
 
     def _adopt(self, path: str) -> ShardRef:
@@ -88,7 +90,7 @@ class ReplayLoop(TrainerLoop):
         super().__init__(context)
 
     def _make_picker(self) -> RecordedSteps:
-        self._client.send("begin", next_group=0, n_dropped=0, consumed=[], available=[])
+        self._client.send("begin", next_group=0, n_dropped=0, consumed=[], available=[], spare=0)
         self._recorded = RecordedSteps(self._source, self._context.run, self._context.attempt)
         return self._recorded
 

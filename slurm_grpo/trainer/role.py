@@ -90,15 +90,18 @@ class TrainerLoop:
             strict=cfg.strict_mode,
             groups_per_step=cfg.algorithm.groups_per_step,
             max_staleness=cfg.algorithm.max_staleness,
+            oversample=cfg.algorithm.oversample,
         )
+        picker = Picker(cfg, context.run, context.attempt, context.client, state)
         self._client.send(
             "begin",
             next_group=state.next_group,
             n_dropped=state.n_dropped,
             consumed=sorted(g for g in state.consumed | state.dropped if g >= state.next_group),
             available=[ref.to_json() for ref in state.available],
+            spare=picker.first_spare(self._start, state.available),
         )
-        return Picker(cfg, context.run, context.attempt, context.client, state)
+        return picker
 
     def run(self) -> None:
         """Until the last step, a boundary stop, or an error."""
@@ -185,6 +188,8 @@ class TrainerLoop:
         row = combine(gathered) | stats
         row["groups/dropped_stale"] = float(plan.n_dropped_stale)
         row["groups/dropped_no_signal"] = float(plan.n_dropped_no_signal)
+        row["groups/surplus"] = float(plan.n_surplus)
+        row["groups/n_rounds"] = float(plan.n_rounds)
         n_tokens = sum(group.n_tokens for group, _ in plan.groups)
         row["trainer/memory_bytes"] = peak_memory_bytes(self._learner.device)
         row["trainer/tokens_per_s"] = n_tokens / row["trainer/forward_backward_s"]

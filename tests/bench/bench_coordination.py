@@ -167,7 +167,7 @@ def play_peers(names: list[str], attempt: AttemptDir) -> None:
 def lead(attempt: AttemptDir, cfg: Config, pipe: Connection) -> None:
     """Trainer rank 0: for each step its seconds, with the seconds at which its parts were done."""
     client = ControlClient(attempt=attempt, peer=LEADER, incarnation=0)
-    client.send("begin", next_group=0, n_dropped=0, consumed=[], available=[])
+    client.send("begin", next_group=0, n_dropped=0, consumed=[], available=[], spare=0)
     client.wait_for(
         lambda view: all(e["state"] == "ready" for e in view["engines"].values()),
         LIMIT_S,
@@ -206,7 +206,7 @@ def take_step(client: ControlClient, cfg: Config, version: int) -> dict[str, flo
         return ids if len(ids) == n_groups else None
 
     ids = wait("groups_s", announced)
-    client.send("consumed", step=version + 1, group_ids=ids, dropped=[])
+    client.send("consumed", version=version + 1, group_ids=ids, dropped=[], spare=0)
     client.send("progress", phase=f"step {version + 1}")
     return times
 

@@ -197,8 +197,14 @@ def process_named(submit: subprocess.Popen[bytes], module: str) -> int:
 def test_a_run_killed_at_a_random_instant_and_resumed_equals_the_uninterrupted_one(
     tmp_path: Path, tiny_model_dir: ModelDir, steps_before: int
 ) -> None:
-    """Which step that is in, the machine decides: only then is it known how long both runs are."""
-    config = runs.write_config(tmp_path / "cut", tiny_model_dir(), {"run": {"steps": 10_000}})
+    """Which step that is in, the machine decides: only then is it known how long both runs are.
+    Groups are dropped, so the rounds of a step are asked for by what the steps before dropped."""
+    rounds: dict[str, Any] = {
+        "task": {"scorer": {"name": "reward_functions:often_equal"}},
+        "algorithm": {"drop_zero_spread": True},
+        "run": {"steps": 10_000},
+    }
+    config = runs.write_config(tmp_path / "cut", tiny_model_dir(), rounds)
     submit, run = start_and_reach(config, steps_before)
     delay_s = random.uniform(0.0, 0.5)
     time.sleep(delay_s)
@@ -207,10 +213,11 @@ def test_a_run_killed_at_a_random_instant_and_resumed_equals_the_uninterrupted_o
     submit.wait()
     runs.wait_until(lambda: not alive(known), 60, f"the end of {known}")
 
-    steps = {"run": {"steps": max(losses(run)) + 3}}
-    runs.resume(run, "--run.steps", str(steps["run"]["steps"]))
-    reference = runs.launch(runs.write_config(tmp_path / "whole", tiny_model_dir(), steps))
+    rounds["run"] = {"steps": max(losses(run)) + 3}
+    runs.resume(run, "--run.steps", str(rounds["run"]["steps"]))
+    reference = runs.launch(runs.write_config(tmp_path / "whole", tiny_model_dir(), rounds))
     assert_same_run(run, reference)
+    assert any(row["groups/dropped_no_signal"] for row in runs.step_rows(run))
     summary = runs.summary(run)
     assert (summary["status"], summary["n_attempts"]) == ("done", 2), delay_s
     assert summary["eval"] == runs.summary(reference)["eval"]

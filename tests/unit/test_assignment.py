@@ -47,7 +47,7 @@ def test_the_staleness_bound_follows_installed_versions_and_drops() -> None:
     bench.sync(0)
     assert bench.view(0)["groups"] == [0, 1, 2, 3]
     bench.announce(0, 0, 1, 2)
-    bench.tell(LEADER, "consumed", step=1, group_ids=[0], dropped=[1])
+    bench.tell(LEADER, "consumed", version=1, group_ids=[0], dropped=[1], spare=0)
     assert bench.view(0)["groups"] == [3, 4]
     bench.sync(1)
     assert bench.view(0)["groups"] == [3, 4, 5, 6]
@@ -90,7 +90,7 @@ def test_the_first_announcement_of_a_group_wins() -> None:
     bench.announce(1, 1, 2, path="b")
     assert list(bench.leader["shards"]) == ["a", "b"]
     assert bench.announced() == [0, 2, 1]
-    bench.tell(LEADER, "consumed", step=1, group_ids=[0, 2], dropped=[])
+    bench.tell(LEADER, "consumed", version=1, group_ids=[0, 2], dropped=[], spare=0)
     bench.announce(1, 0, path="c")
     assert bench.announced() == [1]
 
@@ -125,3 +125,18 @@ def test_a_group_that_nobody_was_asked_for_is_refused() -> None:
     bench.sync(0)
     with pytest.raises(MessageError, match=r"group 77 of shard1 was never assigned"):
         bench.announce(0, 77)
+
+
+def test_a_round_with_spare_groups_is_given_out_whole_and_only_from_its_version_on() -> None:
+    bench = Bench(config(groups_per_step=2))
+    bench.sync(0)
+    bench.announce(0, 0)
+    bench.announce(1, 1)
+    bench.tell(LEADER, "consumed", version=0, group_ids=[], dropped=[1], spare=1)
+    assert (bench.view(0)["groups"], bench.view(1)["groups"]) == ([2], [3])
+    bench.announce(0, 2)
+    bench.announce(1, 3)
+    bench.tell(LEADER, "consumed", version=1, group_ids=[0, 2], dropped=[3], spare=3)
+    assert (bench.view(0)["groups"], bench.view(1)["groups"]) == ([], []), "the weights are old"
+    bench.sync(1)
+    assert (bench.view(0)["groups"], bench.view(1)["groups"]) == ([4, 6, 8], [5, 7])

@@ -82,7 +82,7 @@ def plane(tmp_path: Path) -> Iterator[Plane]:
 
 
 def begin(trainer: ControlClient) -> None:
-    trainer.send("begin", next_group=0, n_dropped=0, consumed=[], available=[])
+    trainer.send("begin", next_group=0, n_dropped=0, consumed=[], available=[], spare=0)
 
 
 # The protocol

@@ -177,7 +177,7 @@ def test_no_new_groups_are_given_while_the_door_is_open() -> None:
     bench.sync(0)
     bench.open(1)
     bench.announce(0, 0, 1, 2)
-    bench.tell(LEADER, "consumed", step=1, group_ids=[1], dropped=[0])
+    bench.tell(LEADER, "consumed", version=1, group_ids=[1], dropped=[0], spare=0)
     assert bench.view(0)["groups"] == [3]
     assert bench.view(0)["committed"] is None
     bench.arrive(0)

@@ -146,7 +146,12 @@ def test_a_replaced_incarnation_is_told_to_stop() -> None:
         ("nobody", "ready", {}, "no peer is called 'nobody'"),
         ("engine-0", "commit", {"epoch": 1, "version": 0}, "unknown message 'commit'"),
         ("engine-0", "at_door", {"epoch": 1}, "at_door: version missing"),
-        (LEADER, "begin", {"n_dropped": 0}, "begin: available, consumed, next_group missing"),
+        (
+            LEADER,
+            "begin",
+            {"n_dropped": 0},
+            "begin: available, consumed, next_group, spare missing",
+        ),
         ("engine-0", "at_door", {"epoch": -1, "version": 0}, "epoch has the unusable value '-1'"),
         ("engine-0", "installed", {"version": True}, "version has the unusable value 'True'"),
         ("engine-0", "announce", {"shard": {"path": "x"}}, "shard has the unusable value"),
@@ -157,7 +162,12 @@ def test_a_replaced_incarnation_is_told_to_stop() -> None:
             "shard has the unusable",
         ),
         ("engine-0", "eval_result", {"eval_id": "0", "start": 0, "stop": 1}, "n, n_correct, n_jud"),
-        (LEADER, "consumed", {"step": 1, "group_ids": ["a"], "dropped": []}, "group_ids has the"),
+        (
+            LEADER,
+            "consumed",
+            {"version": 1, "group_ids": ["a"], "dropped": [], "spare": 0},
+            "group_ids has the",
+        ),
         (LEADER, "finish", {"status": None}, "status has the unusable value 'None'"),
         (LEADER, "progress", ["step", 1], "progress: the body is no object"),
     ],
@@ -202,7 +212,11 @@ def seconds_of_a_step_of_256_engines_and_64_trainers() -> float:
         messages.append((f"engine-{engine}", "announce", {"shard": shard}))
     key = {"epoch": 1, "version": 1}
     messages.append(
-        (LEADER, "consumed", {"step": 1, "group_ids": list(range(1024)), "dropped": []})
+        (
+            LEADER,
+            "consumed",
+            {"version": 1, "group_ids": list(range(1024)), "dropped": [], "spare": 0},
+        )
     )
     messages.append((LEADER, "open_door", {"version": 1, "store": "t:1"}))
     messages += [(f"engine-{engine}", "at_door", key) for engine in range(256)]
