@@ -146,7 +146,7 @@ def time_charts(facts: Facts) -> list[Chart]:
 
 
 def _reward(facts: Facts) -> Chart:
-    points = _reward_points(facts)
+    points = facts.points("reward/mean") if facts.score is None else facts.by_version("reward")
     if not points[0]:
         return _missing("Reward")
     sparse = {}
@@ -154,12 +154,14 @@ def _reward(facts: Facts) -> Chart:
         label = f"{name.replace('_', '-')} {key.rpartition('/')[2]} (greedy)"
         sparse[label] = facts.points(key)
     svg = plots.trend_chart("Reward over steps", "reward of a step", points, sparse)
-    return Chart("Reward", "Mean over the episodes that each step trained on.", svg)
+    return Chart("Reward", "Mean over all episodes generated for a step, trained on or not.", svg)
 
 
 def _reward_points(facts: Facts) -> Points:
-    """From the metrics, which outlive the episodes, unless other rewards are asked for."""
-    points = facts.points("reward/mean")
+    """Of the groups that steps trained on. From the metrics, which outlive the episodes, unless
+    other rewards are asked for. Older runs call it `reward/mean`."""
+    selected = facts.points("selected/reward_mean")
+    points = selected if selected[0] else facts.points("reward/mean")
     return points if facts.score is None and points[0] else facts.by_step("reward")
 
 

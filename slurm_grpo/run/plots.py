@@ -17,6 +17,7 @@ from typing import Any
 from slurm_grpo.run.directory import RunDir
 from slurm_grpo.run.metrics import Row, read_run_metrics
 from slurm_grpo.run.summary import evaluation_keys
+from slurm_grpo.run.words import selected_reward
 
 _REWARD, _EVAL = "#2a78d6", "#c2571a"
 SERIES = tuple(f"#0d0a{i:02x}" for i in range(1, 7))
@@ -269,6 +270,10 @@ def plot_reward(run: RunDir, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     draw_trend(axes, series(rows, "reward/mean"), "training reward", _REWARD)
+    if any(selected_reward(row) for row in rows):
+        steps, rewards = series(rows, "selected/reward_mean")
+        label = "its mean over the groups that were trained on"
+        axes.plot(steps, smooth(rewards), color=_REWARD, linewidth=1, linestyle=":", label=label)
     for name, key in evaluation_keys(rows).items():
         label = f"{name.replace('_', '-')} {key.rpartition('/')[2]} (greedy)"
         draw_labelled(axes, series(rows, key), label, _EVAL)

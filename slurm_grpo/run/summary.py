@@ -53,8 +53,10 @@ def build_summary(run: RunDir, cfg: Config, *, status: Status, error: str | None
         "replay_of": cfg.run.replay_of,
         "steps": max((row["step"] for row in steps), default=0),
         "eval": evaluations(rows),
-        "reward_first": _mean_reward(steps[:5]),
-        "reward_last": _mean_reward(steps[-5:]),
+        "reward_first": _mean(steps[:5], "reward/mean"),
+        "reward_last": _mean(steps[-5:], "reward/mean"),
+        "selected_reward_first": _mean(steps[:5], "selected/reward_mean"),
+        "selected_reward_last": _mean(steps[-5:], "selected/reward_mean"),
         "step_s_median": _median(steps, "trainer/step_s"),
         "phase_s_median": {phase: _median(steps, key) for phase, key in PHASES.items()},
         "peak_pss_bytes": max((r.get("peak_pss_bytes", 0) for r in records), default=0),
@@ -94,8 +96,8 @@ def _median(rows: Sequence[Row], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _mean_reward(rows: Sequence[Row]) -> float | None:
-    values = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
+def _mean(rows: Sequence[Row], key: str) -> float | None:
+    values = [row[key] for row in rows if row.get(key) is not None]
     return statistics.fmean(values) if values else None
 
 

@@ -52,6 +52,12 @@ def reward_line(rewards: list[float], console: Console) -> Text:
     return line
 
 
+def selected_reward(row: Mapping[str, float]) -> str:
+    """Beside a step's reward: that of the groups it trained on, where it chose among them."""
+    reward, selected = row.get("reward/mean"), row.get("selected/reward_mean")
+    return "" if selected in (None, reward) else f" (selected {number(selected)})"
+
+
 def sparkline(values: list[float], width: int) -> str:
     """`values` as bars of eight heights, squeezed to at most `width` columns."""
     if not values:

@@ -38,6 +38,7 @@ from slurm_grpo.run.words import (
     number,
     print_paths,
     reward_line,
+    selected_reward,
     tokens_per_s,
 )
 
@@ -108,7 +109,8 @@ class PlainLines:
             return f"evaluated after step {row['step']}: {values}"
         phases = ", ".join(f"{phase} {s:.1f}" for phase, s in _phase_seconds(row).items())
         return (
-            f"step {row['step']}/{self._n_total}  reward {number(row.get('reward/mean'))}  "
+            f"step {row['step']}/{self._n_total}  reward {number(row.get('reward/mean'))}"
+            f"{selected_reward(row)}  "
             f"accuracy {number(row.get('accuracy/train'))}  "
             f"staleness {number(row.get('staleness/mean'), 1)}  "
             f"{row['trainer/step_s']:.1f} s ({phases})  "
@@ -183,7 +185,7 @@ class LivePanel:
         table.add_column()
         if last:
             reward = reward_line(self._feed.rewards, self._console)
-            reward.append(f"  accuracy {number(last.get('accuracy/train'))}")
+            reward.append(f"{selected_reward(last)}  accuracy {number(last.get('accuracy/train'))}")
             table.add_row("reward", reward)
         for name, points in evaluations(self._feed.rows).items():
             table.add_row(name.replace("_", "-"), before_after(points))
@@ -213,6 +215,9 @@ def show_end(
             "training reward",
             f"{number(summary['reward_first'])} → {number(summary['reward_last'])} (means of 5)",
         )
+    if summary["selected_reward_last"] not in (None, summary["reward_last"]):
+        first, last = summary["selected_reward_first"], summary["selected_reward_last"]
+        table.add_row("  of selected groups", f"{number(first)} → {number(last)}")
     table.add_row("steps", f"{summary['steps']}, median {duration(summary['step_s_median'])}")
     for phase, value in summary["phase_s_median"].items():
         if value is not None:

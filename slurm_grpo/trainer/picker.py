@@ -32,6 +32,9 @@ class StepPlan:
 
     step: int
     groups: tuple[tuple[GroupRef, ShardRef], ...]
+    set_aside: tuple[tuple[GroupRef, ShardRef], ...]
+    """Groups of this step's policies that it was not trained on, without a signal or surplus: what
+    the policy earns is the mean over these and `groups`."""
     n_dropped_stale: int
     n_dropped_no_signal: int
     n_surplus: int
@@ -68,6 +71,7 @@ class Picker:
         self._done: set[int] = set(state.consumed | state.dropped)
         """Groups consumed or dropped; the view may still show them for a moment."""
         self._dropped: dict[int, str] = {}
+        self._set_aside: list[tuple[GroupRef, ShardRef]] = []
         self._waiting_since: float | None = None
 
     def poll(self, step: int) -> StepPlan | None:
@@ -88,9 +92,11 @@ class Picker:
             return None
         chosen = chosen[:needed]
         ids = [group.group_id for group, _ in chosen]
-        rest = [group for g, (group, _) in available.items() if g not in set(ids)]
-        surplus = {g.group_id: "surplus" for g in rest if self._is_stale(g, step + 1)}
-        self._dropped |= surplus
+        rest = [pair for g, pair in available.items() if g not in set(ids)]
+        surplus = {
+            group.group_id: "surplus" for group, _ in rest if self._is_stale(group, step + 1)
+        }
+        self._drop(surplus, available)
         manifest = Manifest(
             step=step,
             attempt=self._attempt,
@@ -103,6 +109,7 @@ class Picker:
         plan = StepPlan(
             step=step,
             groups=tuple(chosen),
+            set_aside=tuple(sorted(self._set_aside, key=lambda pair: pair[0].group_id)),
             n_dropped_stale=len(manifest.stale),
             n_dropped_no_signal=len(self._dropped_for("no signal")),
             n_surplus=len(manifest.surplus),
@@ -144,11 +151,17 @@ class Picker:
     def _start_step(self) -> None:
         """Forget what only the step that was picked needed."""
         self._dropped = {}
+        self._set_aside = []
         self._waiting_since = None
         self._n_rounds = 1
         while self._next_group in self._done:
             self._done.discard(self._next_group)
             self._next_group += 1
+
+    def _drop(self, reasons: dict[int, str], pairs: dict[int, tuple[GroupRef, ShardRef]]) -> None:
+        """Note groups as dropped, each for its reason; `pairs` holds them, among others."""
+        self._dropped |= reasons
+        self._set_aside += [pairs[g] for g, reason in reasons.items() if reason != "stale"]
 
     def _dropped_for(self, reason: str) -> tuple[int, ...]:
         return tuple(sorted(g for g, why in self._dropped.items() if why == reason))
@@ -177,7 +190,7 @@ class Picker:
             if (reason := self._reason_to_drop(group, step))
         }
         if newly_dropped:
-            self._dropped |= newly_dropped
+            self._drop(newly_dropped, usable)
             usable = {g: pair for g, pair in usable.items() if g not in newly_dropped}
             self._settle(step - 1, [], sorted(newly_dropped), len(usable))
             self._n_rounds += len(usable) < self._cfg.algorithm.groups_per_step

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from slurm_grpo.fsio import read_whole, write_durably
 from slurm_grpo.run.directory import RunDir
 from slurm_grpo.staging.ledger import read_ledger
 from slurm_grpo.staging.manifest import Manifest, committed_manifests, publish_manifest
-from slurm_grpo.staging.shards import ShardRef, read_ref
+from slurm_grpo.staging.shards import GroupRef, ShardRef, read_ref
 from slurm_grpo.trainer.picker import StepPlan
 from slurm_grpo.trainer.role import TrainerLoop
 from slurm_grpo.types import Group
@@ -59,6 +60,7 @@ class RecordedSteps:
         return StepPlan(
             step=step,
             groups=tuple((facts[group_id], refs[path]) for group_id, path in manifest.groups),
+            set_aside=(),
             n_dropped_stale=0,
             n_dropped_no_signal=0,
             n_surplus=0,
@@ -102,8 +104,8 @@ class ReplayLoop(TrainerLoop):
             return "stop", None
         return super()._poll(step)
 
-    def _read(self, plan: StepPlan) -> list[Group]:
-        groups = super()._read(plan)
+    def _read(self, of_all_ranks: Sequence[tuple[GroupRef, ShardRef]]) -> list[Group]:
+        groups = super()._read(of_all_ranks)
         if not self._is_estimated_anew:
             return groups
         return [with_advantages(group, self._cfg) for group in groups]

@@ -11,6 +11,7 @@ import logging
 import os
 import resource
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from slurm_grpo.run.checkpoints import latest_complete
 from slurm_grpo.run.metrics import MetricsWriter, WandbLogger
 from slurm_grpo.staging.manifest import load_state
 from slurm_grpo.staging.retention import Retention
-from slurm_grpo.staging.shards import read_groups
+from slurm_grpo.staging.shards import GroupRef, ShardRef, read_groups
 from slurm_grpo.tasks.registry import build_prompt_source
 from slurm_grpo.trainer.batching import assign_to_ranks
 from slurm_grpo.trainer.checkpoint import export_hf, load_checkpoint, prune, save_checkpoint
@@ -123,7 +124,7 @@ class TrainerLoop:
                 self._finish("stopped")
                 return
             waited = time.monotonic() - started
-            groups = self._read(plan)
+            groups = self._read(plan.groups)
             read = time.monotonic() - started - waited
             stats = self._learner.train_step(groups)
             stats |= self._send(step)
@@ -170,10 +171,10 @@ class TrainerLoop:
 
         return self._client.poll_for(outcome, POLL_S) or ("idle", None)
 
-    def _read(self, plan: StepPlan) -> list[Group]:
-        """This rank's slice of the step, in the plan's order."""
-        rows = assign_to_ranks([group.n_tokens for group, _ in plan.groups], self._crew.world_size)
-        mine = [plan.groups[i] for i in rows[self._crew.rank]]
+    def _read(self, of_all_ranks: Sequence[tuple[GroupRef, ShardRef]]) -> list[Group]:
+        """This rank's slice of a step's groups, in the plan's order."""
+        rows = assign_to_ranks([group.n_tokens for group, _ in of_all_ranks], self._crew.world_size)
+        mine = [of_all_ranks[i] for i in rows[self._crew.rank]]
         found: dict[int, Group] = {}
         for path, ref in {ref.path: ref for _, ref in mine}.items():
             ids = [group.group_id for group, r in mine if r.path == path]
@@ -182,10 +183,12 @@ class TrainerLoop:
         return [found[group.group_id] for group, _ in mine]
 
     def _log(self, step: int, plan: StepPlan, groups: list[Group], stats: dict[str, float]) -> None:
-        gathered = self._crew.gather(condense(groups, step))
+        trained = condense(groups, step)
+        aside = condense(self._read(plan.set_aside), step)
+        gathered = self._crew.gather((trained, aside))
         if not self._crew.leads:
             return
-        row = combine(gathered) | stats
+        row = combine([ranks[0] for ranks in gathered], [ranks[1] for ranks in gathered]) | stats
         row["groups/dropped_stale"] = float(plan.n_dropped_stale)
         row["groups/dropped_no_signal"] = float(plan.n_dropped_no_signal)
         row["groups/surplus"] = float(plan.n_surplus)

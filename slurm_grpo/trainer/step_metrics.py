@@ -44,10 +44,13 @@ def condense(groups: Sequence[Group], step: int) -> EpisodeStats:
     return dict(stats)
 
 
-def combine(stats: Sequence[EpisodeStats]) -> dict[str, float]:
-    """The step's metrics over all ranks. A metric without a value is left out, never 0."""
-    names = dict.fromkeys(name for s in stats for name in s)
-    of = {name: np.array([x for s in stats for x in s.get(name, [])], float) for name in names}
+def combine(trained: Sequence[EpisodeStats], set_aside: Sequence[EpisodeStats]) -> dict[str, float]:
+    """The step's metrics over all ranks. A metric without a value is left out, never 0.
+
+    What the policy does is told over all episodes generated for the step; `staleness/` and
+    `selected/` are of those that were trained on.
+    """
+    of, selected = _join([*trained, *set_aside]), _join(trained)
     n, seconds = len(of["length"]), of["finished"].max() - of["submitted"].min()
     metrics: dict[str, float] = {
         "completion/length_mean": of["length"].mean(),
@@ -58,15 +61,22 @@ def combine(stats: Sequence[EpisodeStats]) -> dict[str, float]:
         "episodes/n": n,
         "episodes/n_errors": n - len(of["reward"]),
     }
-    if "staleness" in of:
-        metrics["staleness/min"] = of["staleness"].min()
-        metrics["staleness/mean"] = of["staleness"].mean()
-        metrics["staleness/max"] = of["staleness"].max()
+    if "staleness" in selected:
+        metrics["staleness/min"] = selected["staleness"].min()
+        metrics["staleness/mean"] = selected["staleness"].mean()
+        metrics["staleness/max"] = selected["staleness"].max()
     if len(of["reward"]):
         metrics["reward/mean"] = of["reward"].mean()
         metrics["reward/std"] = of["reward"].std()
         metrics["groups/zero_spread_fraction"] = (of["spread"] == 0).mean()
+    if len(selected["reward"]):
+        metrics["selected/reward_mean"] = selected["reward"].mean()
     metrics |= {name: of[name].mean() for name in sorted(of) if name.startswith("reward/")}
     if "reward/correct" in of:
         metrics["accuracy/train"] = (of["reward/correct"] == 1.0).mean()
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _join(stats: Sequence[EpisodeStats]) -> dict[str, np.ndarray]:
+    names = dict.fromkeys(name for s in stats for name in s)
+    return {name: np.array([x for s in stats for x in s.get(name, [])], float) for name in names}

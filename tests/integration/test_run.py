@@ -17,6 +17,7 @@ import pytest
 
 import runs
 from same_runs import assert_same_run, assert_trained_once, losses, trained_groups
+from slurm_grpo.analysis import open_run
 from slurm_grpo.errors import ExitCode
 from slurm_grpo.run.checkpoints import complete_steps
 from slurm_grpo.run.directory import RunDir
@@ -193,6 +194,17 @@ def process_named(submit: subprocess.Popen[bytes], module: str) -> int:
     raise AssertionError(f"no process runs {module}")
 
 
+def assert_reward_is_of_all_episodes(run: RunDir) -> None:
+    """What a step's policy earned, not what the groups did that the step selected."""
+    episodes = open_run(run.root).episodes()
+    episodes["step"] = episodes["policy_version_min"] + 1  # a strict run's
+    rewards = episodes.groupby("step")["reward"].mean()
+    rows = runs.step_rows(run)
+    assert [row["reward/mean"] for row in rows] == pytest.approx(list(rewards), rel=1e-6)
+    assert any(row["groups/zero_spread_fraction"] for row in rows)
+    assert any(row["selected/reward_mean"] != row["reward/mean"] for row in rows)
+
+
 @pytest.mark.parametrize("steps_before", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_run_killed_at_a_random_instant_and_resumed_equals_the_uninterrupted_one(
     tmp_path: Path, tiny_model_dir: ModelDir, steps_before: int
@@ -218,6 +230,7 @@ def test_a_run_killed_at_a_random_instant_and_resumed_equals_the_uninterrupted_o
     reference = runs.launch(runs.write_config(tmp_path / "whole", tiny_model_dir(), rounds))
     assert_same_run(run, reference)
     assert any(row["groups/dropped_no_signal"] for row in runs.step_rows(run))
+    assert_reward_is_of_all_episodes(reference)
     summary = runs.summary(run)
     assert (summary["status"], summary["n_attempts"]) == ("done", 2), delay_s
     assert summary["eval"] == runs.summary(reference)["eval"]

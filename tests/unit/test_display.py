@@ -45,6 +45,7 @@ def log_steps(run: RunDir, steps: range) -> None:
             "trainer/optimizer_s": 0.25,
             "trainer/sync_s": 0.6,
             "reward/mean": step / 40,
+            "selected/reward_mean": 0.5,
             "accuracy/train": 0.5,
             "staleness/mean": 0.0,
             "generator/tokens_per_s": 330.0,
@@ -112,7 +113,7 @@ def test_a_log_file_gets_one_line_per_step_however_fast_they_come(run: RunDir) -
     lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in printed(target).splitlines()]
     assert lines[:2] == ["first weights", "evaluated after step 0: held_out/accuracy 0.300"]
     assert lines[2].startswith(
-        "step 1/40  reward 0.025  accuracy 0.500  staleness 0.0  6.0 s (wait 2.0,"
+        "step 1/40  reward 0.025 (selected 0.500)  accuracy 0.500  staleness 0.0  6.0 s (wait 2.0,"
     )
     assert [line.split()[1] for line in lines[2:5]] == ["1/40", "2/40", "3/40"]
     assert lines[5:] == ["engine-1 ended"]
@@ -153,6 +154,8 @@ def test_the_end_shows_results_and_the_next_commands(run: RunDir) -> None:
         "quick: done",
         "held-out accuracy",
         "0.300 → 0.750",
+        "of selected groups",
+        "0.500 → 0.500",
         "5.00 GiB",
         "/somewhere/reward.png",
         f"--resume {run.root} --run.steps 60",

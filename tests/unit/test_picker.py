@@ -89,6 +89,7 @@ def test_a_strict_step_judges_whole_rounds_and_the_next_asks_for_what_they_let_e
     assert plan is not None
     assert [g.group_id for g, _ in plan.groups] == [1, 2]
     assert (plan.n_dropped_no_signal, plan.n_surplus, plan.n_rounds) == (1, 0, 2)
+    assert [g.group_id for g, _ in plan.set_aside] == [0]
     # Two of three were useful, so three are asked for: one more than are needed.
     trained = {"version": 1, "group_ids": [1, 2], "dropped": [], "spare": 1}
     assert client.sent.pop() == ("consumed", trained)
@@ -99,7 +100,7 @@ def test_a_strict_step_judges_whole_rounds_and_the_next_asks_for_what_they_let_e
     plan = picker.poll(2)
     assert plan is not None
     assert [g.group_id for g, _ in plan.groups] == [3, 4], "by id, whoever finishes first"
-    assert plan.n_surplus == 1
+    assert (plan.n_surplus, [g.group_id for g, _ in plan.set_aside]) == (1, [5])
     manifest = manifest_of(run, 2)
     assert (manifest.dropped, manifest.surplus, manifest.usefulness) == ((5,), (5,), (3, 3))
     assert client.sent.pop()[1] == {"version": 2, "group_ids": [3, 4], "dropped": [5], "spare": 1}
