@@ -30,7 +30,13 @@ from slurm_grpo.fsio import storage_errors, write_durably
 from slurm_grpo.jobs.doctor_probe import DONE, MODULE, PEERS, TASKS_S, TOKEN, Finding
 from slurm_grpo.jobs.submission import expected_start, snapshot_package
 from slurm_grpo.run.directory import RunDir
-from slurm_grpo.slurm.queue import ComponentState, cancel_jobs, job_states, run_slurm
+from slurm_grpo.slurm.queue import (
+    ComponentState,
+    cancel_jobs,
+    job_states,
+    not_of_our_form,
+    run_slurm,
+)
 from slurm_grpo.slurm.script import CODE, job_script, node_groups
 from slurm_grpo.slurm.submit_env import parse_job_id, run_sbatch
 
@@ -98,7 +104,9 @@ def _findings(cfg: Config, has_config: bool, wait_s: float) -> Iterator[Finding]
 
 def _controller(text: str) -> Iterator[Finding]:
     settings = dict(re.findall(r"^(\S+)\s*= (.*)$", text, flags=re.MULTILINE))
-    version = settings.get("SLURM_VERSION", "unknown")
+    version = settings.get("SLURM_VERSION")
+    if version is None:
+        raise not_of_our_form("scontrol", text)
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
     if numbers < _OLDEST:
         yield Finding("FAIL", "Slurm", f"version {version}; heterogeneous jobs need 20.02 or later")
@@ -113,7 +121,9 @@ def _controller(text: str) -> Iterator[Finding]:
 
 
 def _partitions(cfg: Config, text: str) -> Iterator[Finding]:
-    rows = [line.split("|") for line in text.splitlines()]
+    rows = [row for line in text.splitlines() if len(row := line.split("|")) == 5]
+    if not rows:
+        raise not_of_our_form("sinfo", text)
     default = next((row[0].rstrip("*") for row in rows if row[0].endswith("*")), None)
     for key, nodes in node_groups(cfg).items():
         names = (nodes.partition or default or "").split(",")

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -262,10 +262,11 @@ class _Srun:
         for line in whole.decode(errors="replace").splitlines():
             _, notice, body = line.partition(task_entry.NOTICE)  # srun may have labelled it
             if notice:
-                self._take(json.loads(body))
+                self._take(body)
             elif match := _SRUN_ERROR.match(line):
                 for task in expand_indices(match[1]):
-                    self._exits.setdefault(self._peers[task], int(match[2] or _LOST))
+                    if task < len(self._peers):
+                        self._exits.setdefault(self._peers[task], int(match[2] or _LOST))
         if code is not None and self._exits.keys() < set(self._peers):
             # No report at all: srun itself failed. Some: the silent tasks were killed.
             code = code if code and not self._exits else _LOST
@@ -273,11 +274,17 @@ class _Srun:
                 # 128 and a signal's number, as a shell has it; 255 is none.
                 self._exits.setdefault(peer, 128 - code if 128 < code <= 192 else code)
 
-    def _take(self, notice: Mapping[str, Any]) -> None:
-        if "exit" in notice:
-            self._exits.setdefault(notice["peer"], notice["exit"])
-        else:
-            self._n_told += 1
+    def _take(self, body: str) -> None:
+        """A task's notice; whatever somebody else wrote into the same line is left out."""
+        try:
+            notice, _ = json.JSONDecoder().raw_decode(body)
+            peer, code, told = (notice.get(name) for name in ("peer", "exit", "told"))
+        except (ValueError, AttributeError):
+            log.warning("%s: a notice that cannot be read: %r", self.log, body)
+            return
+        if peer in self._peers and isinstance(code, int):
+            self._exits.setdefault(peer, code)
+        self._n_told += isinstance(told, int)
 
 
 def srun_command(

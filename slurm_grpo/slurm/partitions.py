@@ -22,6 +22,9 @@ from slurm_grpo.slurm.script import cpus_per_node, flag_name, node_groups
 Found: TypeAlias = Iterator[tuple[tuple[str, ...], str]]
 
 _TIMEOUT_S = 5.0
+_NODES = re.compile(r"[^|\s]+\|[^|]*\|[^|]*\|\d+\+?\|\d+\+?\|[^|]*\|.*")
+"""A line in the format that `read_partitions` asks for: CPUs and MiB are numbers, `64+` at least
+64."""
 _LIMITS = (
     r"(?P<minutes>\d+)(:(?P<seconds>\d+))?",
     r"(?P<hours>\d+):(?P<minutes>\d+):(?P<seconds>\d+)",
@@ -74,7 +77,7 @@ def read_partitions() -> dict[str, Partition]:
     except SlurmUnavailable:
         return {}
     found: dict[str, Partition] = {}
-    for line in text.splitlines():
+    for line in filter(_NODES.fullmatch, text.splitlines()):  # skips a site's notice
         name, limit, hosts, cpus, mem, gres, features = line.split("|", 6)
         partition = found.setdefault(
             name.removesuffix("*"),
@@ -82,7 +85,7 @@ def read_partitions() -> dict[str, Partition]:
         )
         kind = NodeKind(
             hosts=frozenset(expand_hosts(hosts)),
-            cpus=int(cpus.rstrip("+")),  # `64+`: at least
+            cpus=int(cpus.rstrip("+")),
             mem_mib=int(mem.rstrip("+")),
             gpus=_gpus(gres),
             features=frozenset(features.split(",")),

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,13 @@ ALIVE = frozenset(
 )
 """States of a job that runs, or will run (again) without anybody's doing."""
 _TIMEOUT_S = 60.0
+_SHOWN = 500
+"""Characters of an answer that nobody understands, in an error."""
 _PREFIXES = ("SLURM_", "SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_")
 """Of variables that would change what a command does or prints."""
 _SQUEUE_FORMAT = "%i|%A|%T|%N|%r|%L|%M|%S|%o"
 _SACCT_FORMAT = "JobID,JobIDRaw,State,NodeList,Reason,Elapsed,Start"
-_ID = re.compile(r"(\d+)(?:\+(\d+)|_(\d+)|_\[(.*)\])?")
+_ID = re.compile(r"(\d+)(?:\+(\d+)|_(\d+)|_\[([\d,:-]+(?:%\d+)?)\])?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,13 +127,29 @@ def _unknown(job_id: str) -> ComponentState:
 
 def _squeue(*selection: str) -> list[ComponentState]:
     # --array: a line an element, also of those that are still pending together.
-    command = ["squeue", "--array", "-h", "-t", "all", *selection, "-o", _SQUEUE_FORMAT]
+    command = ["squeue", "--array", "-t", "all", *selection, "-o", _SQUEUE_FORMAT]
     return parse_squeue(run_slurm(command, tolerated="Invalid job id"))
 
 
 def parse_squeue(text: str) -> list[ComponentState]:
-    """What squeue printed in our format."""
-    return list(_parse(text, ("state", "nodes", "reason", "left", "elapsed", "start", "script")))
+    """What squeue printed in our format, below its header, which tells "no jobs" from no answer.
+
+    Lines of another form, such as a site's notice, are skipped. Raises SlurmUnavailable when there
+    are no others.
+    """
+    names = ("state", "nodes", "reason", "left", "elapsed", "start", "script")
+    if text.strip() and not any(line.count("|") > len(names) for line in text.splitlines()):
+        raise not_of_our_form("squeue", text)
+    return list(_parse(text, names))
+
+
+def not_of_our_form(command: str, text: str) -> SlurmUnavailable:
+    """The error for an answer that holds nothing of what was asked for."""
+    return SlurmUnavailable(
+        f"Slurm cannot be asked: {command} printed nothing in the format it was given, but:\n"
+        f"{text.strip()[:_SHOWN]}\nLook whether {command} here is a wrapper of the site's, and put "
+        "Slurm's own bin directory first on PATH."
+    )
 
 
 def _sacct(job_ids: Sequence[str]) -> list[ComponentState]:
@@ -145,18 +164,20 @@ def _sacct(job_ids: Sequence[str]) -> list[ComponentState]:
 def parse_sacct(text: str) -> list[ComponentState]:
     """What sacct printed in our format. `CANCELLED by 1000` is CANCELLED."""
     found = _parse(text, ("state", "nodes", "reason", "elapsed", "start"))
-    return [dataclasses.replace(state, state=state.state.split()[0]) for state in found]
+    return [dataclasses.replace(s, state=s.state.partition(" ")[0]) for s in found]
 
 
 def _parse(text: str, names: Sequence[str]) -> Iterator[ComponentState]:
     for line in text.splitlines():
-        job_id, own_id, *values = line.split("|", len(names) + 1)
-        fields: dict[str, Any] = dict(zip(names, values, strict=True))
-        yield from _expand(job_id, ComponentState(job_id="", own_id=own_id, **fields))
+        job_id, *more = line.split("|", len(names) + 1)
+        if len(more) == len(names) + 1:
+            fields: dict[str, Any] = dict(zip(names, more[1:], strict=True))
+            yield from _expand(job_id, ComponentState(job_id="", own_id=more[0], **fields))
 
 
 def _expand(text: str, state: ComponentState) -> Iterator[ComponentState]:
-    """`state` under each id that `text` stands for: `12`, `12+1`, `12_3` or `12_[4-7%2]`."""
+    """`state` under each id that `text` stands for: `12`, `12+1`, `12_3` or `12_[4-7%2]`; none when
+    it is no id."""
     match = _ID.fullmatch(text)
     if match is None:
         return
@@ -169,9 +190,9 @@ def _expand(text: str, state: ComponentState) -> Iterator[ComponentState]:
 def run_slurm(
     command: Sequence[str], *, tolerated: str | None = None, timeout_s: float = _TIMEOUT_S
 ) -> str:
-    """What a Slurm command prints; with `tolerated` in its complaint, an error is an answer.
+    """What a Slurm command prints; nothing if it fails with `tolerated` in its complaint.
 
-    Raises SlurmUnavailable with its complaint.
+    Raises SlurmUnavailable with any other complaint.
     """
     # The user's own SQUEUE_FORMAT, or a surrounding job's SLURM_CLUSTERS, would change the answer.
     env = {
@@ -182,9 +203,14 @@ def run_slurm(
     env["SLURM_BITSTR_LEN"] = "0"  # or long lists of indices end in dots
     try:
         done = subprocess.run(
-            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding=sys.getfilesystemencoding(),  # there are paths among the words
+            errors="surrogateescape",
             timeout=timeout_s,
-        )  # fmt: skip
+        )
     except FileNotFoundError:
         raise SlurmUnavailable(
             f"{command[0]}: no such command here. Run this on a login node of the cluster, or put "
@@ -195,7 +221,9 @@ def run_slurm(
             f"{command[0]}: no answer within {timeout_s:.0f} s. The controller may be busy or "
             "down: try `sinfo`, and this again later."
         ) from None
-    if done.returncode and not (tolerated and tolerated in done.stderr):
+    if done.returncode and tolerated and tolerated in done.stderr:
+        return ""
+    if done.returncode:
         raise SlurmUnavailable(
             f"{command[0]} failed: {done.stderr.strip() or f'exit code {done.returncode}'}. "
             "If `sinfo` fails too, Slurm is down or SLURM_CONF names another cluster."

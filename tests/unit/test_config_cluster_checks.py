@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from model_shell import make_model_shell
+from slurm_commands import stub
 from slurm_grpo.checks.cluster import check_cluster
 from slurm_grpo.checks.load import load_config
 from slurm_grpo.config.schema import (
@@ -163,10 +164,10 @@ def test_partitions_are_read_from_sinfo(tmp_path: Path, monkeypatch: pytest.Monk
     lines = [
         "gpu*|1-00:00:00|n[01-02],n7|64|512000|gpu:a100:4(S:0-1),nvme:1|nvlink,hdr",
         "gpu*|1-00:00:00|n9|64|512000+|gpu:h100:2,gpu:a100:1(S:0)|(null)",
+        "** Maintenance on Monday | all queues | from 6:00 | to | 7:00 | thank | you **",
         "cpu|infinite|c[1-3]|128|256000|(null)|(null)",
     ]
-    (tmp_path / "sinfo").write_text("#!/bin/sh\n" + "".join(f"echo '{x}'\n" for x in lines))
-    (tmp_path / "sinfo").chmod(0o755)
+    stub(tmp_path, "sinfo", "\n".join(f"echo '{x}'" for x in lines))
     monkeypatch.setenv("PATH", str(tmp_path))
     found = read_partitions.__wrapped__()
     assert [(name, p.is_default, p.limit_s) for name, p in found.items()] == [

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from slurm_grpo.commands.doctor import _controller
+from slurm_grpo.commands.doctor import _controller, _partitions
 from slurm_grpo.commands.main import main
+from slurm_grpo.config.schema import ClusterConfig, Config
+from slurm_grpo.errors import SlurmUnavailable
 
 
 def settings(**values: str) -> str:
@@ -35,3 +37,14 @@ def test_without_slurm_the_rest_is_not_checked(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("FAIL         Slurm: scontrol: no such command here")
     assert lines[1].startswith("not checked")
+
+
+def test_a_sites_notice_is_no_answer() -> None:
+    cfg = Config(cluster=ClusterConfig(kind="slurm", allocation="split"))
+    notice = "** Maintenance on Monday **\n"
+    [finding] = _partitions(cfg, notice + "gpu*|up|1-00:00:00|4|gpu:2\n" + notice)
+    assert (finding.state, finding.text[:9]) == ("pass", "gpu is up")
+    with pytest.raises(SlurmUnavailable, match="cannot be asked: sinfo"):
+        list(_partitions(cfg, notice))
+    with pytest.raises(SlurmUnavailable, match="cannot be asked: scontrol"):
+        list(_controller(notice))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from slurm_commands import stub
 from slurm_grpo.errors import SlurmUnavailable
 from slurm_grpo.slurm.queue import (
     cancel_jobs,
@@ -52,6 +54,42 @@ def test_sacct_lines_stand_for_every_element_they_name() -> None:
         ("12", 1, None, "COMPLETED"),
         *(("14", 0, task, "PENDING") for task in (3, 4, 5, 8)),
     ]
+
+
+NOTICE = "** Maintenance on Monday | all queues **"
+HEADER = "JOBID|JOBID|STATE|NODELIST|REASON|TIME_LEFT|TIME|START_TIME|COMMAND"
+
+
+def test_lines_that_slurm_did_not_write_are_skipped() -> None:
+    assert parse_squeue(f"{NOTICE}\n{HEADER}\n\n{SQUEUE}{NOTICE}\n") == parse_squeue(SQUEUE)
+    assert parse_sacct(f"{NOTICE}\n{SACCT}") == parse_sacct(SACCT)
+    assert parse_squeue(SQUEUE.replace("1_4", "1_[x]")) == [
+        s for s in parse_squeue(SQUEUE) if s.task != 4
+    ]
+
+
+def test_no_jobs_is_an_answer_and_a_notice_alone_is_none() -> None:
+    assert parse_squeue(f"{NOTICE}\n{HEADER}\n") == []
+    with pytest.raises(SlurmUnavailable, match=r"Slurm cannot be asked: squeue .*\n.*Maintenance"):
+        parse_squeue(NOTICE)
+
+
+def test_a_forgotten_job_is_unknown_whatever_else_squeue_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stub(tmp_path, "squeue", f"echo '{NOTICE}'; echo 'error: Invalid job id 7' >&2; exit 1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [s.state for s in job_states(["7"])["7"]] == ["UNKNOWN"]
+
+
+def test_words_in_another_encoding_are_read_and_lead_back_to_their_paths(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row = "9|9|RUNNING|a1|None|9:58|0:02|N/A|/r\\351seau/a.sh"
+    stub(tmp_path, "squeue", f"printf 'Entretien pr\\351vu\\n{row}\\n'")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    [job] = job_states(["9"])["9"]
+    assert os.fsencode(job.script) == b"/r\xe9seau/a.sh"
 
 
 @pytest.mark.parametrize(

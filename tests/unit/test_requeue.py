@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from slurm_commands import stub
 from slurm_grpo.errors import DeadlineExceeded, ExitCode
 from slurm_grpo.jobs import requeue
-from slurm_grpo.jobs.requeue import Act, next_act
+from slurm_grpo.jobs.requeue import Act, next_act, why_told_to_end
 from slurm_grpo.run.outcome import Ending, Outcome
 from slurm_grpo.slurm.allocation import Allocation, Component
 
@@ -76,3 +77,15 @@ def test_a_replaced_life_waits_on_while_slurm_does_not_answer_but_not_for_ever(
     started = time.monotonic()
     requeue.wait_for_successor(JOB)
     assert 0.3 <= time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("row", ["", "7|7|RUNNING|gen1|None|9:58|0:02|N/A|/s/a.sh"])
+def test_a_sites_notice_is_no_reason_to_end_a_run_whose_engine_died(
+    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub(tmp_path, "squeue", f"echo '** Maintenance **'; echo '{row}'")
+    stub(tmp_path, "scontrol", "echo '** Maintenance **'; echo 'JobId=7 PreemptTime=None'")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    ending, why = why_told_to_end(JOB)
+    assert ending is Ending.SIGNALLED
+    assert ("Slurm cannot be asked" in why) == (not row)

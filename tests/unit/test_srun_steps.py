@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from runs import ROOT, wait_until
+from slurm_commands import stub
 from slurm_grpo.config.schema import ClusterConfig, Config, NodesConfig, SiteConfig, TrainerConfig
 from slurm_grpo.control.address import address_of, interface_of
 from slurm_grpo.errors import ConfigError
@@ -20,7 +21,7 @@ from slurm_grpo.run.directory import RunDir
 from slurm_grpo.slurm.allocation import Allocation, Component
 from slurm_grpo.slurm.placement import place
 from slurm_grpo.supervisor.environment import role_environment
-from slurm_grpo.supervisor.steps import StepSpec
+from slurm_grpo.supervisor.steps import Step, StepSpec
 
 TASKS = Path("/runs/r/attempts/0/x.tasks.json")
 JOB = Allocation(
@@ -45,6 +46,23 @@ CONFIG = Config(
 def command(peers: list[str], cfg: Config = CONFIG, job: Allocation = JOB) -> tuple[str, ...]:
     seats = place(cfg, job.hosts)
     return srun_command(cfg, job, "name", [seats[peer] for peer in peers], TASKS)
+
+
+def start_engine(cfg: Config, folder: Path) -> tuple[SrunLauncher, Step]:
+    """A step on the job's first host, by the srun that is on PATH."""
+    run = RunDir(folder / "r")
+    attempt = run.attempt(0)
+    attempt.root.mkdir(parents=True)
+    launcher = SrunLauncher(cfg, JOB)
+    launcher.prepare(attempt)
+    spec = StepSpec(
+        peer="engine-0",
+        argv=("true",),
+        env=role_environment(os.environ, cfg, run, attempt=0, peer="engine-0", incarnation=0),
+        log=attempt.log("engine-0"),
+        exit_file=attempt.exit_code("engine-0"),
+    )
+    return launcher, launcher.start([spec])["engine-0"]
 
 
 def test_an_engine_gets_a_step_on_its_host_with_all_flags_said() -> None:
@@ -123,26 +141,34 @@ def test_what_a_role_is_told_does_not_depend_on_what_srun_or_an_image_pass_on(
     monkeypatch.setenv("PATH", str(tmp_path))  # no srun: the step fails
     monkeypatch.setenv("PMIX_MCA_gds", "hash")  # a leftover, unless the site says it too
     site = SiteConfig(environment=("PMIX_MCA_gds=hash", "NCCL_DEBUG=INFO"), interface="lo")
-    cfg = replace(CONFIG, site=site)
-    run = RunDir(tmp_path / "r")
-    attempt = run.attempt(0)
-    attempt.root.mkdir(parents=True)
-    launcher = SrunLauncher(cfg, JOB)
-    launcher.prepare(attempt)
-    env = role_environment(os.environ, cfg, run, attempt=0, peer="engine-0", incarnation=0)
-    spec = StepSpec(
-        peer="engine-0",
-        argv=("true",),
-        env=env,
-        log=attempt.log("engine-0"),
-        exit_file=attempt.exit_code("engine-0"),
-    )
-    step = launcher.start([spec])["engine-0"]
-    (told,) = json.loads((attempt.root / "engine-0.0.tasks.json").read_text()).values()
+    launcher, step = start_engine(replace(CONFIG, site=site), tmp_path)
+    (told,) = json.loads((step.log.parent / "engine-0.0.tasks.json").read_text()).values()
     for name in ("PMIX_MCA_gds", "NCCL_DEBUG", "PYTHONPATH", "SLURM_GRPO_PEER"):
-        assert told["env"][name] == env[name]
+        assert told["env"][name] == step.spec.env[name]
     wait_until(lambda: step.poll() is not None, 10, "the end of a step without srun")
     assert step.log.read_text().startswith("cannot start srun")
+    launcher.close()
+
+
+def test_what_others_print_among_the_notices_of_a_step_decides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notice = 'slurm_grpo-task {"peer": "engine-0", '
+    lines = [
+        "** Maintenance on Monday **",
+        "slurm_grpo-task ** Maintenance **",
+        f'{notice}"ex',
+        "slurm_grpo-task 7",
+        'slurm_grpo-task {"peer": "engine-9", "exit": 1}',
+        "srun: error: gen1: task 9: Exited with exit code 9",
+        f'{notice}"exit": 3}}srun: lua: welcome',
+    ]
+    stub(tmp_path, "srun", "\n".join(f"echo '{line}'" for line in lines))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    launcher, step = start_engine(CONFIG, tmp_path)
+    wait_until(lambda: step.poll() is not None, 10, "the end of the step")
+    assert step.poll() == 3
+    assert not launcher.told_to_end()
     launcher.close()
 
 
